@@ -1,0 +1,294 @@
+"""Blocks: stretches of the forward pass whose residuals can be kept, or recomputed from what enters the block.
+
+A step's graph holds forward and backward pass. A node's *phase* counts how often its history changed sides: 0 is the forward pass, 1 its
+backward pass, 2 the optimizer (or a second forward pass that depends on the first gradients), and so on. A value of an even phase that a
+transposed node of a later phase reads is a *residual*. The forward nodes of a phase are cut at narrow waists: see ``segments``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from jaxauto import compat
+from jaxauto.core import Graph, Literal, Node, Value
+from jaxauto.segments import Stretch, cut
+
+# Made from arguments and constants by these alone, a value is cheap to make again and belongs to whoever uses it.
+_SOURCES = frozenset(
+    """abs add and broadcast broadcast_in_dim clamp concatenate convert_element_type copy copy_p cos div dynamic_slice eq erf_inv exp
+    expand_dims ge gt imag integer_pow iota is_finite le log log1p lt max min mul ne neg not or pow random_bits random_fold_in random_seed
+    random_split random_unwrap random_wrap real reduce_precision rem reshape rev rsqrt select_n shift_left shift_right_logical sign sin
+    slice split sqrt square squeeze stop_gradient sub threefry2x32 transpose xor nextafter bitcast_convert_type""".split()
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A stretch of the forward pass. Values are ids of ``graph``, or of the forward scan's body when ``scan`` is set.
+
+    Attributes:
+      name: for people: the scope that its nodes share.
+      forward: its nodes in program order.
+      inputs: values made outside that it reads: arguments, constants, outputs of earlier blocks. They are alive anyway, but for the
+        carries of a scan: one that recomputation reads is stacked for it.
+      residuals: values it makes that only the backward pass needs later: the candidates to keep or to recompute.
+      outputs: values it makes that others need too, and that are alive anyway: later blocks, results of the step, stacked results of a scan.
+      count: trips of the scan, else 1. Bytes of a scan's values count this many times.
+      scan: the forward scan and the backward scan that eats its residuals.
+      graph: the graph that holds the nodes, or the two scans.
+      phase: the phase of its nodes.
+    """
+
+    name: str
+    forward: tuple[Node, ...]
+    inputs: tuple[int, ...]
+    residuals: tuple[int, ...]
+    outputs: tuple[int, ...]
+    count: int
+    scan: tuple[Node, Node] | None
+    graph: Graph
+    phase: int = 0
+
+
+def find_blocks(graph: Graph) -> tuple[Block, ...]:
+    """The blocks of a step that have residuals, in forward order; those inside a loop body stand where the loop does."""
+    blocks = _blocks(graph)
+    seen = Counter(b.name for b in blocks)
+    number: Counter = Counter()
+    named = []
+    for block in blocks:
+        name = block.name
+        if seen[name] > 1:
+            name = f"{name}[{number[name]}]"
+            number[block.name] += 1
+        named.append(replace(block, name=name))
+    return tuple(named)
+
+
+def closure(block: Block, kept: Collection[int]) -> tuple[tuple[Node, ...], tuple[int, ...]]:
+    """What it takes to have all residuals that are not in ``kept`` again.
+
+    Args:
+      block: from ``find_blocks``.
+      kept: ids of values made in the block that stay saved; residuals or any others.
+
+    Returns:
+      The nodes to recompute in program order, and the values they read: kept ones, block inputs and outputs, results of nodes with effects.
+    """
+    producer = {out: node for node in block.forward for out in node.outputs}
+    saved = {*kept, *block.outputs}
+    nodes: dict[int, Node] = {}
+    reads: set[int] = set()
+    wanted = [v for v in block.residuals if v not in saved]
+    seen = set(wanted)
+    while wanted:
+        value = wanted.pop()
+        node = producer.get(value)
+        if node is None or value in saved or has_effects(node):
+            reads.add(value)
+            continue
+        if node.id in nodes:
+            continue
+        nodes[node.id] = node
+        for x in node.inputs:
+            if isinstance(x, int) and x not in seen:
+                seen.add(x)
+                wanted.append(x)
+    order = tuple(node for node in block.forward if node.id in nodes)
+    return order, tuple(sorted(reads)) if order else ()
+
+
+def has_effects(node: Node) -> bool:
+    """Whether running the node twice would show (callbacks, prints)."""
+    return bool(node.eqn.effects)
+
+
+def phases(graph: Graph) -> dict[int, int]:
+    """Node id → phase, for the nodes of this graph (not of bodies): even is forward, odd is backward."""
+    phase: dict[int, int] = {}
+    values = graph.values
+    for node in graph.nodes:
+        latest = 0
+        for x in node.inputs:
+            producer = None if isinstance(x, Literal) else values[x].producer
+            if producer is not None:
+                latest = max(latest, phase.get(producer.id, 0))
+        phase[node.id] = latest + ((latest % 2 == 1) != node.backward)
+    return phase
+
+
+def bytes_of(value: Value) -> float:
+    """Bytes of one array, unsharded."""
+    size = compat.itemsize(value.dtype)
+    for n in value.shape:
+        size *= n
+    return size
+
+
+# ------------------------------------------------------------------------------------------------------------- one graph
+
+
+def _blocks(graph: Graph) -> list[Block]:
+    phase = phases(graph)
+    position = {node.id: k for k, node in enumerate(graph.nodes)}
+    pairs = [p for p in (_pair(graph, node, phase) for node in graph.nodes if node.prim == "scan") if p is not None]
+    members = {node.id for pair in pairs for node in pair.scan or ()}
+    placed = [(position[pair.scan[0].id], pair) for pair in pairs if pair.scan and pair.residuals]
+    for p in sorted({phase[n] for n in phase if phase[n] % 2 == 0}):
+        placed += [(position[block.forward[0].id], block) for block in _unrolled(graph, phase, p, members)]
+    for node in graph.nodes:
+        if node.id not in members:
+            placed += [(position[node.id], block) for body in node.bodies for block in _blocks(body)]
+    return [block for _, block in sorted(placed, key=lambda item: item[0])]
+
+
+def _read_later(value: Value, phase: dict[int, int], p: int) -> bool:
+    return any(user.backward and phase[user.id] > p for user in value.users if user.id in phase)
+
+
+def _unrolled(graph: Graph, phase: dict[int, int], p: int, pairs: set[int]) -> list[Block]:
+    """The blocks of phase ``p`` of one graph, scan pairs left out."""
+    values = graph.values
+    nodes = [n for n in graph.nodes if phase[n.id] == p]
+    residual = {out for n in nodes if n.id not in pairs for out in n.outputs if _read_later(values[out], phase, p)}
+    if not residual:
+        return []
+    sources = _source_nodes(graph, nodes)
+    core = [n for n in nodes if n.id not in sources]
+    segment_of = _segments(graph, core, residual, pairs, phase, p)
+    _sink(values, nodes, sources, segment_of)
+    groups: dict[int, list[Node]] = {}
+    for n in nodes:
+        groups.setdefault(segment_of[n.id], []).append(n)
+    left = {x for x in graph.outputs if isinstance(x, int)}
+    made = (_block(graph, groups[s], segment_of, phase, p, residual, left) for s in sorted(groups) if not any(n.id in pairs for n in groups[s]))
+    return [block for block in made if block.residuals]
+
+
+def _source_nodes(graph: Graph, nodes: list[Node]) -> set[int]:
+    """Nodes whose results hang only on arguments and constants, by operations that cost next to nothing."""
+    found: set[int] = set()
+    own = {n.id for n in nodes}
+    for node in nodes:
+        producers = [graph.values[x].producer for x in node.inputs if isinstance(x, int)]
+        if node.prim in _SOURCES and all(p is None or (p.id in found and p.id in own) for p in producers):
+            found.add(node.id)
+    return found
+
+
+def _segments(graph: Graph, core: list[Node], residual: set[int], pairs: set[int], phase: dict[int, int], p: int) -> dict[int, int]:
+    """Core node id → number of its segment; a scan pair is a segment of its own."""
+    values = graph.values
+    index = {n.id: k for k, n in enumerate(core)}
+    spans, weights, saved = [], [], [0.0] * len(core)
+    for k, node in enumerate(core):
+        for out in node.outputs:
+            value = values[out]
+            last = max((index[u.id] for u in value.users if u.id in index), default=k)
+            weight = bytes_of(value)
+            if last > k:
+                spans.append((k, last))
+                weights.append(weight)
+            if out in residual:
+                saved[k] += weight
+    words: dict = {}
+    tokens = [words.setdefault(_word(values, n), len(words)) for n in core]
+    cheap = [n.prim in _SOURCES or n.prim.startswith("reduce") or n.prim in ("tanh", "logistic", "erf") for n in core]
+    stretch = Stretch.of(tokens, spans, weights, saved, [not c for c in cheap])
+    walls = [k for k, n in enumerate(core) if n.id in pairs]
+    bounds = sorted({0, len(core), *walls, *(k + 1 for k in walls)})
+    cuts = set(bounds)
+    for lo, hi in zip(bounds[:-1], bounds[1:], strict=True):
+        if lo not in walls:
+            cuts |= set(cut(stretch, lo, hi))
+    starts = sorted(cuts - {len(core)})
+    segment_of: dict[int, int] = {}
+    number = -1
+    for k, n in enumerate(core):
+        if number + 1 < len(starts) and starts[number + 1] == k:
+            number += 1
+        segment_of[n.id] = number
+    return segment_of
+
+
+def _word(values: dict[int, Value], node: Node) -> tuple:
+    return (node.prim, *((values[o].shape, str(values[o].dtype)) for o in node.outputs))
+
+
+def _sink(values: dict[int, Value], nodes: list[Node], sources: set[int], segment_of: dict[int, int]) -> None:
+    """Give each source node to the one segment that uses it; shared ones stay where they stand in the program."""
+    here = []
+    current = 0
+    for node in nodes:
+        current = segment_of.get(node.id, current)
+        here.append(current)
+    for node, place in zip(reversed(nodes), reversed(here), strict=True):
+        if node.id in sources:
+            used_in = {segment_of[u.id] for out in node.outputs for u in values[out].users if u.id in segment_of}
+            segment_of[node.id] = used_in.pop() if len(used_in) == 1 else min({place, *used_in})
+
+
+def _block(graph: Graph, nodes: list[Node], segment_of: dict[int, int], phase, p: int, residual: set[int], left: set[int]) -> Block:
+    values = graph.values
+    made = [out for n in nodes for out in n.outputs]
+    own = {n.id for n in nodes}
+    inputs = {x for n in nodes for x in n.inputs if isinstance(x, int)} - set(made)
+    outputs = [v for v in made if v in left or any(u.id in segment_of and u.id not in own for u in values[v].users)]
+    residuals = tuple(v for v in made if v in residual and v not in set(outputs))
+    return Block(_name(nodes), tuple(nodes), tuple(sorted(inputs)), residuals, tuple(outputs), 1, None, graph, p)
+
+
+def _name(nodes: Sequence[Node]) -> str:
+    """The longest scope that all nodes with a scope share, else the function that most of them come from."""
+    paths = [n.scope.split("/") for n in nodes if n.scope]
+    shared: list[str] = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    functions = Counter(n.source.rpartition("(")[2].rstrip(")").rpartition(".")[2] for n in nodes)
+    names = [f for f, _ in functions.most_common() if f.isidentifier()]
+    return "/".join(shared) or (names[0] if names else "block")
+
+
+# ------------------------------------------------------------------------------------------------------------ scan pairs
+
+
+def _pair(graph: Graph, forward: Node, phase: dict[int, int]) -> Block | None:
+    """The block of a forward scan and the later scan that eats most of its stacked results, if there is one."""
+    if phase[forward.id] % 2:
+        return None
+    values = graph.values
+    stacked = forward.outputs[forward.num_carry :]
+    eaten: Counter = Counter()
+    scans: dict[int, Node] = {}
+    for y in stacked:
+        for user in {u.id: u for u in values[y].users}.values():
+            if is_backward_of(forward, user, phase):
+                eaten[user.id] += bytes_of(values[y])
+                scans[user.id] = user
+    if not eaten:
+        return None
+    backward = scans[min(eaten, key=lambda n: (-eaten[n], n))]
+    (body,) = forward.bodies
+    left = set(graph.outputs)
+    free = {
+        y
+        for y in stacked
+        if y not in left and all(u is backward for u in values[y].users) and y not in backward.inputs[: backward.num_consts + backward.num_carry]
+    }
+    inner = list(zip(body.outputs[forward.num_carry :], stacked, strict=True))
+    fixed = {v for v, y in inner if y not in free}
+    own = {out for n in body.nodes for out in n.outputs}
+    residuals = tuple(dict.fromkeys(v for v, _ in inner if isinstance(v, int) and v in own and v not in fixed))
+    outputs = tuple(dict.fromkeys(v for v, _ in inner if isinstance(v, int) and v not in residuals))
+    inputs = (*body.inputs, *body.consts)
+    name = _name(body.nodes)
+    return Block(name, tuple(body.nodes), inputs, residuals, outputs, forward.trips, (forward, backward), graph, phase[forward.id])
+
+
+def is_backward_of(forward: Node, user: Node, phase: dict[int, int]) -> bool:
+    """Whether ``user`` is a scan of the backward pass, trip for trip with ``forward``."""
+    return user.prim == "scan" and user.backward and phase.get(user.id, 0) > phase[forward.id] and user.trips == forward.trips

@@ -1,0 +1,175 @@
+"""The only file that touches private or version-dependent JAX (0.10 … 0.12)."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import Any
+
+import jax
+from jax._src import core as _core
+from jax._src import source_info_util as _source_info
+from jax._src.interpreters import partial_eval as _pe
+
+Var = _core.Var
+DropVar = _core.DropVar
+JaxLiteral = _core.Literal
+
+# Calls that mean nothing but their body. The parameter that holds the body differs.
+INLINED_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_lin": "call_jaxpr",
+}
+CHECKPOINT_CALLS = ("remat2", "checkpoint")
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, list]:
+    """(jaxpr with constvars/invars/outvars/eqns, values of its constvars) of an open or closed jaxpr."""
+    inner = getattr(jaxpr, "jaxpr", None)
+    consts = list(getattr(jaxpr, "consts", ()) or ())
+    if inner is not None and inner is not jaxpr and hasattr(inner, "eqns"):
+        return inner, consts
+    return jaxpr, consts
+
+
+def is_jaxpr(x: Any) -> bool:
+    return hasattr(open_jaxpr(x)[0], "eqns")
+
+
+def dead_code_eliminated(closed: Any) -> Any:
+    """The closed jaxpr without equations that no output or effect needs; all inputs are kept."""
+    jaxpr, consts = open_jaxpr(closed)
+    kept, _ = _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return _pe.close_jaxpr(kept) if not kept.constvars else _core.ClosedJaxpr(kept, consts)
+
+
+def bind(eqn: Any, operands: list, scope: str = "") -> list:
+    """Evaluate one equation on ``operands``, keeping its source line and name stack; always a list of results."""
+    subfuns, params = _bind_params(eqn)
+    with source_of(eqn, scope):
+        results = eqn.primitive.bind(*subfuns, *operands, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def _bind_params(eqn: Any) -> tuple[list, dict]:
+    got = eqn.primitive.get_bind_params(eqn.params)
+    if isinstance(got, dict):  # newer: no sub-functions
+        return [], got
+    return list(got[0]), dict(got[1])
+
+
+@contextlib.contextmanager
+def source_of(eqn: Any, scope: str = ""):
+    """Trace under the source line of ``eqn`` and the name stack ``scope``."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_source_info.user_context(eqn.source_info.traceback))
+        if scope:
+            stack.enter_context(jax.named_scope(scope))
+        yield
+
+
+def source_line(eqn: Any) -> str:
+    """``"file.py:12 (function)"`` of the user's frame, or "" when unknown."""
+    return _source_info.summarize(eqn.source_info)
+
+
+def name_stack(eqn: Any) -> str:
+    return str(eqn.source_info.name_stack)
+
+
+def scan_parts(eqn: Any) -> tuple[Any, int, int, int, bool]:
+    """(body, number of consts, number of carries, length, reverse) of a ``scan`` equation.
+
+    jax 0.12 no longer stores the counts, so they are read from ranks: an xs has one more leading dimension than its body input, a carry
+    is among the body's outputs with the same rank. Consts and carries are told apart by ``ft_in`` there.
+    """
+    params = eqn.params
+    if "num_carry" in params:
+        return params["jaxpr"], params["num_consts"], params["num_carry"], params["length"], params["reverse"]
+    body, _ = open_jaxpr(params["jaxpr"])
+    ys = sum(len(o.aval.shape) == len(b.aval.shape) + 1 for o, b in zip(eqn.outvars, body.outvars, strict=True))
+    carries = len(eqn.outvars) - ys
+    xs = sum(len(o.aval.shape) == len(b.aval.shape) + 1 for o, b in zip(eqn.invars, body.invars, strict=True))
+    return params["jaxpr"], len(eqn.invars) - xs - carries, carries, params["length"], params["reverse"]
+
+
+_TRANSFORM = re.compile(r"\w+\(")
+
+
+def plain_scope(stack: str) -> str:
+    """A name stack without its transforms: ``transpose(jvp(block))/attention`` → ``block/attention``."""
+    text = stack
+    while True:
+        stripped = _TRANSFORM.sub("", text).replace(")", "")
+        if stripped == text:
+            break
+        text = stripped
+    parts = [p for p in text.split("/") if p and p not in ("rematted_computation", "checkpoint")]
+    return "/".join(parts)
+
+
+def is_transposed(stack: str) -> bool:
+    return "transpose(" in stack
+
+
+def is_key_dtype(dtype: Any) -> bool:
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def itemsize(dtype: Any) -> float:
+    """Bytes of one element; a PRNG key counts its uint32 words; int4 counts half a byte."""
+    if is_key_dtype(dtype):
+        base = getattr(getattr(dtype, "_impl", None), "key_shape", (2,))
+        words = 1
+        for n in base:
+            words *= n
+        return 4.0 * words
+    name = str(dtype)
+    if name in ("int4", "uint4", "float4_e2m1fn"):
+        return 0.5
+    return float(dtype.itemsize)
+
+
+def compile_stablehlo(module: str, devices: list, options: dict) -> tuple[str, Any, dict]:
+    """Compiles StableHLO text over ``devices``, one partition each, in this order.
+
+    Args:
+      module: text of a lowered module with as many partitions as there are devices.
+      devices: ahead-of-time or real devices of one client.
+      options: XLA compiler options by name.
+
+    Returns:
+      (optimised HLO text, the compiler's memory statistics, its cost analysis or {} where the backend has none).
+    """
+    import numpy as np
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client
+    from jax._src.lib.mlir import ir
+
+    compile_options = compiler.get_compile_options(
+        num_replicas=1,
+        num_partitions=len(devices),
+        device_assignment=np.array([[device.id for device in devices]]),
+        env_options_overrides=options,
+    )
+    with mlir.make_ir_context(), ir.Location.unknown():
+        parsed = ir.Module.parse(module)
+        client = devices[0].client
+        # Devices of a topology can only be compiled for; the CPU client has no such mode, and loads.
+        compile_ = client.compile_and_load if devices[0].platform == "cpu" else client.compile
+        executable = compile_(parsed, executable_devices=xla_client.DeviceList(tuple(devices)), compile_options=compile_options)
+    try:
+        cost = executable.cost_analysis()
+    except jax.errors.JaxRuntimeError:  # the GPU compiler without a GPU has none
+        cost = {}
+    cost = cost[0] if isinstance(cost, list) else cost
+    return executable.hlo_modules()[0].to_string(), executable.get_compiled_memory_stats(), dict(cost or {})

@@ -1,0 +1,294 @@
+"""The types that stages hand on. Everything here is data; no stage's logic lives in this file.
+
+Conventions
+- A *value* is an array of the program, known by an integer id that is unique in the whole program, loop bodies included.
+- A *sharding* is, for each dimension, a tuple of mesh axis names, major to minor: ``(("data",), (), ("model",))``.
+- Numbers carry their unit in the name: ``bytes_``, ``seconds``, ``flops``. GB is 1e9, GiB is 2**30.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Sharding = tuple[tuple[str, ...], ...]
+
+
+# --------------------------------------------------------------------------------------------------------------- rules
+
+
+class Kind(enum.Enum):
+    """How a compiler treats an equation; decides what is materialised and which roofline applies."""
+
+    VIEW = "view"  # costs nothing once fused: broadcast, iota, convert, reshape, squeeze
+    CHEAP = "cheap"  # elementwise, duplicated freely into its consumers: add, mul, select, compare
+    EXPENSIVE = "expensive"  # elementwise with a transcendental: not duplicated: exp, tanh, rsqrt, pow
+    RANDOM = "random"  # bits from a key: elementwise without an operand to read
+    REDUCE = "reduce"  # reduce_sum, reduce_max, argmax: fuses its producers, materialises its result
+    MOVE = "move"  # copies memory: transpose, concatenate, slice, pad, dynamic_update_slice
+    DOT = "dot"  # the matrix unit: dot_general
+    CONV = "conv"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    SCAN = "scan"  # cumsum, sort, fft: a whole dimension at once
+    CONTROL = "control"  # has bodies: scan, while, cond
+    OPAQUE = "opaque"  # unknown
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """What a primitive does to dimensions: an einsum-like ``spec`` over *factors*.
+
+    ``spec`` is ``"operands -> results"``, values separated by commas, dimensions by blanks. A dimension is
+
+    - a factor name (``b``): whoever has it in its spec is sharded alike along it,
+    - ``_``: must be whole on every device, or has size 1,
+    - ``(a b)``: the product of factors, major first (a reshape); their ``sizes`` must be given.
+
+    A factor that operands have and no result has is *reduced* (``reduce`` says how, default ``"sum"``): sharding it leaves partial
+    results that a collective must combine. A factor that only results have is created (broadcast, iota) and shards freely.
+    The idea is Shardy's op sharding rule (openxla/shardy, op_sharding_rule_registry) and the factors of an einsum.
+
+    Args:
+      spec: dimensions to factors, as above. A scalar is the empty string, e.g. ``"b m, -> b m"``.
+      reduce: how a reduced factor is combined: ``"sum" | "max" | "min" | "prod" | "and" | "or"``. Default sum.
+      whole: factors that must not be sharded (sort, cumsum, fft axis, windows).
+      halo: factors (spatial windows) that can be sharded at the price of exchanging ``halo[f]`` elements with each neighbour.
+      sizes: sizes of factors that only appear inside parentheses.
+      flops: floating-point operations of the whole, unsharded equation; None: one for each element of the largest value.
+      bytes_: HBM bytes that the equation touches, unsharded; None: all operands and results once.
+      kind: see ``Kind``; decides fusion and roofline.
+    """
+
+    spec: str
+    reduce: Mapping[str, str] = field(default_factory=dict)
+    whole: frozenset[str] | tuple[str, ...] = frozenset()
+    halo: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    flops: float | None = None
+    bytes_: float | None = None
+    kind: Kind = Kind.OPAQUE
+
+    @property
+    def operands(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
+        """For each operand, for each dimension, its factors (major first); ``()`` for ``_``."""
+        return _parse_spec(self.spec)[0]
+
+    @property
+    def results(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
+        """As ``operands``, for the results."""
+        return _parse_spec(self.spec)[1]
+
+
+def _parse_spec(spec: str):
+    left, arrow, right = spec.partition("->")
+    if not arrow:
+        raise ValueError(f"rule {spec!r} has no '->' between operands and results")
+    return _parse_side(left), _parse_side(right)
+
+
+def _parse_side(side: str):
+    return tuple(_parse_value(text) for text in side.split(","))
+
+
+def _parse_value(text: str):
+    dims: list[tuple[str, ...]] = []
+    tokens = text.replace("(", " ( ").replace(")", " ) ").split()
+    group: list[str] | None = None
+    for token in tokens:
+        if token == "(":
+            group = []
+        elif token == ")":
+            if group is None:
+                raise ValueError(f"unbalanced ')' in rule part {text!r}")
+            dims.append(tuple(group))
+            group = None
+        elif group is not None:
+            group.append(token)
+        else:
+            dims.append(() if token == "_" else (token,))
+    if group is not None:
+        raise ValueError(f"unbalanced '(' in rule part {text!r}")
+    return tuple(dims)
+
+
+# --------------------------------------------------------------------------------------------------------------- graph
+
+
+@dataclass(frozen=True, eq=False)
+class Literal:
+    """A constant written into an equation (always replicated)."""
+
+    value: Any
+    aval: Any
+
+
+@dataclass(eq=False)
+class Value:
+    """One array of the program."""
+
+    id: int
+    aval: Any  # jax.core.ShapedArray
+    producer: Node | None = None  # None: an input of its graph
+    users: list[Node] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.aval.shape)
+
+    @property
+    def dtype(self):
+        return self.aval.dtype
+
+
+class LinkKind(enum.Enum):
+    """How a value outside a control-flow body is bound to one inside."""
+
+    CONST = "const"  # outer operand == inner input, whole
+    INIT = "init"  # outer operand -> first carry
+    CARRY = "carry"  # inner carry output -> inner carry input of the next trip
+    FINAL = "final"  # inner carry output -> outer result
+    XS = "xs"  # outer operand, one leading dimension more -> inner input
+    YS = "ys"  # inner output -> outer result, one leading dimension more
+
+
+@dataclass(frozen=True)
+class Link:
+    """``source`` flows into ``target`` (value ids); for XS and YS the outer one has one more leading dimension."""
+
+    kind: LinkKind
+    source: int
+    target: int
+
+
+@dataclass(eq=False)
+class Node:
+    """One equation. ``inputs`` are value ids or Literals."""
+
+    id: int
+    eqn: Any  # the JaxprEqn, for its primitive and params
+    prim: str
+    inputs: tuple[int | Literal, ...]
+    outputs: tuple[int, ...]
+    scope: str = ""  # name stack, transforms stripped: "decoder/block/attention"
+    source: str = ""  # "file.py:12 (function)"
+    backward: bool = False  # made by transposition
+    bodies: tuple[Graph, ...] = ()
+    links: tuple[Link, ...] = ()
+    trips: int = 1  # how often the bodies run (while: 1, unknown)
+    num_consts: int = 0  # scan: its inputs are consts, carries, xs; its outputs carries, ys
+    num_carry: int = 0
+    reverse: bool = False
+
+    @property
+    def params(self) -> dict:
+        return self.eqn.params
+
+
+@dataclass(eq=False)
+class Graph:
+    """A jaxpr with calls inlined: nodes in program order. ``values`` is one table for the whole program, bodies included."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int | Literal, ...]
+    nodes: list[Node]
+    values: dict[int, Value]
+    consts: dict[int, Any] = field(default_factory=dict)  # value id -> array captured by closure
+
+
+# ------------------------------------------------------------------------------------------------------------- targets
+
+
+@dataclass(frozen=True)
+class AxisLink:
+    """What one mesh axis has to communicate over.
+
+    Attributes:
+      bandwidth: bytes/s that one device can send along the axis in one direction, all its links on that axis together.
+      latency: seconds for one hop.
+      wraps: the axis closes into a ring (torus) or is switched (NVLink): no penalty for the ends.
+      kind: "ici" | "nvlink" | "network" | "shared memory".
+      parts: lengths of the physical axes that the mesh axis covers, major first; (): one, of the mesh axis's own length.
+    """
+
+    bandwidth: float
+    latency: float
+    wraps: bool = True
+    kind: str = "ici"
+    parts: tuple[int, ...] = ()
+
+
+# ------------------------------------------------------------------------------------------------------------ estimate
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of the step: ``bytes_`` is the full (gathered) array on the group, for each device group, for one call."""
+
+    kind: str  # all-reduce | all-gather | reduce-scatter | all-to-all | collective-permute
+    bytes_: float
+    axes: tuple[str, ...]
+    count: float  # times per step
+    seconds: float = 0.0  # for one call
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the planner believes of one step, for each device. Seconds, bytes, flops."""
+
+    step_time: float
+    compute_time: float
+    comm_time: float
+    exposed_comm_time: float
+    peak_memory: float
+    memory: Mapping[str, float]  # kind -> bytes: "parameters and state", "activations kept", "transients", ...
+    flops: float  # of the whole step on one device
+    mfu: float  # model flops utilisation: flops / step_time / peak
+    collectives: tuple[Collective, ...] = ()
+
+    def as_dict(self) -> dict:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class MeshAxes:
+    """A mesh as the cost model sees it: names, sizes, and what each axis communicates over."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    links: tuple[AxisLink, ...]
+
+    @property
+    def num_devices(self) -> int:
+        total = 1
+        for n in self.sizes:
+            total *= n
+        return total
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return dict(zip(self.names, self.sizes, strict=True))
+
+
+# ----------------------------------------------------------------------------------------------------------- decisions
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What a plan does to a graph, in ids of the graph as written (they follow program order, so the same step has the same ids).
+
+    Attributes:
+      values: value id → sharding to pin it to.
+      operands: (first result of a node, operand index) → sharding of that operand for that node alone.
+      kept: for each block of ``blocks.find_blocks`` the value ids it keeps for the backward pass, or None for as written.
+      gathered_late: (first result, operand index) whose resharding waits for the backward pass (else two gathers become one that lives long).
+    """
+
+    values: Mapping[int, Sharding] = field(default_factory=dict)
+    operands: Mapping[tuple[int, int], Sharding] = field(default_factory=dict)
+    kept: tuple[frozenset[int] | None, ...] = ()
+    gathered_late: frozenset[tuple[int, int]] = frozenset()

@@ -1,0 +1,56 @@
+"""Seconds of computation on one device: rooflines of operations and of fused, memory-bound equations.
+
+roofline(flops, bytes) = max(flops / (efficiency · peak), bytes / (efficiency · bandwidth))     (Williams et al., 2009)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxauto.core import Kind
+from jaxauto.cost.fusion import value_bytes
+from jaxauto.groups import WHOLE, Operation
+from jaxauto.strategies import project, shards
+
+_MATRIX = frozenset({Kind.DOT, Kind.CONV})
+
+
+def traffic_seconds(bytes_: np.ndarray | float, chip: Any):
+    """Seconds to move ``bytes_`` between HBM and the cores."""
+    return bytes_ / (chip.bandwidth_efficiency * chip.hbm_bandwidth)
+
+
+def operation_seconds(op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any) -> np.ndarray:
+    """Seconds of one run of an operation for each of its states.
+
+    Args:
+      state: ``[states, axes]`` positions in ``op.factors``.
+
+    Returns:
+      ``float [states]``.
+    """
+    split = shards(state, axis_sizes)
+    bytes_ = sum(
+        (value_bytes(values[o.value]) / shards(project(state, factor_dims(op, o)), axis_sizes) for o in (*op.operands, *op.results)),
+        np.zeros(len(state)),
+    )
+    if op.rule.bytes_ is not None:  # a gather touches the rows it reads, not the table
+        bytes_ = np.minimum(bytes_, op.rule.bytes_ / split)
+    seconds = traffic_seconds(bytes_, chip)
+    if op.rule.kind in _MATRIX:
+        dtype = values[op.operands[0].value].dtype if op.operands else np.dtype(np.float32)
+        seconds = np.maximum(seconds, operation_flops(op) / split / (chip.flops_efficiency * chip.peak_flops(dtype)))
+    return seconds
+
+
+def operation_flops(op: Operation) -> float:
+    """Flops of one run of the whole, unsharded operation."""
+    return float(op.rule.flops or 0.0) if op.rule.kind in _MATRIX else 0.0
+
+
+def factor_dims(op: Operation, operand: Any) -> tuple[int, ...]:
+    """For each dimension of an operand or result, the index of its factor in ``op.factors``, or WHOLE."""
+    index = {f: i for i, (f, _) in enumerate(op.factors)}
+    return tuple(index.get(f, WHOLE) if d != WHOLE or f else WHOLE for d, f in operand.dims)

@@ -1,0 +1,96 @@
+"""Seconds (and collectives) to bring an array from one sharding to another, vectorised over pairs of states.
+
+For each mesh axis, from its position in the source to that in the target (partial: the source holds terms of a sum along the axis):
+
+=====================  =====================================  =========================
+from → to              what happens                           array the collective sees
+=====================  =====================================  =========================
+partial → dimension    reduce-scatter                         local bytes
+partial → whole        all-reduce                             local bytes
+whole → dimension      each device cuts its piece             free
+dimension → other      all-to-all                             local bytes × axis size
+dimension → whole      all-gather                             local bytes × axis size
+=====================  =====================================  =========================
+
+in this order, so that what makes the array smaller comes first. Axes that need the same collective share one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxauto.core import MeshAxes
+from jaxauto.cost.collectives import collective_seconds
+from jaxauto.strategies import WHOLE, shards
+
+
+def passage_seconds(source: np.ndarray, target: np.ndarray, bytes_: float, mesh: MeshAxes, partial: np.ndarray | None = None) -> np.ndarray:
+    """Seconds for every pair of states.
+
+    Args:
+      source: ``[a, axes]`` positions in the array's dimensions. target: ``[b, axes]``.
+      bytes_: of the whole array.
+      partial: ``bool [a, axes]``, axes along which the source is a term of a sum.
+
+    Returns:
+      ``float [a, b]``.
+    """
+    total = np.zeros((len(source), len(target)))
+    for kind, amount, axes, chosen in _steps(source, target, bytes_, mesh, partial):
+        sizes, links = _subset(mesh, axes)
+        total[chosen] += collective_seconds(kind, amount, sizes, links)
+    return total
+
+
+def passage_collectives(source: np.ndarray, target: np.ndarray, bytes_: float, mesh: MeshAxes, partial: np.ndarray | None = None):
+    """The collectives of one passage: list of (kind, bytes of the full array on the group, axis indices, seconds)."""
+    part = None if partial is None else partial[None]
+    found = []
+    for kind, amount, axes, _ in _steps(source[None], target[None], bytes_, mesh, part):
+        sizes, links = _subset(mesh, axes)
+        found += [(kind, float(amount[0]), axes, float(collective_seconds(kind, amount, sizes, links)[0]))]
+    return found
+
+
+def _subset(mesh: MeshAxes, axes: tuple[int, ...]):
+    return [mesh.sizes[a] for a in axes], [mesh.links[a] for a in axes]
+
+
+def _steps(source, target, bytes_, mesh, partial) -> Iterator[tuple[str, np.ndarray, tuple[int, ...], tuple]]:
+    """(kind, bytes for each chosen pair, axes, index of the chosen pairs), in order; tracks the local bytes on the way."""
+    s, t = source[:, None, :], target[None, :, :]
+    p = np.zeros_like(s, bool) if partial is None else partial[:, None, :]
+    sizes = np.asarray(mesh.sizes, float)
+    local = np.broadcast_to((bytes_ / shards(source, mesh.sizes))[:, None], (len(source), len(target))).copy()
+    whole_s, whole_t = s == WHOLE, t == WHOLE
+    scatter, reduce_ = p & ~whole_t, p & whole_t
+    cut = whole_s & ~p & ~whole_t
+    exchange = ~whole_s & ~whole_t & (s != t)
+    gather = ~whole_s & whole_t
+
+    for axes, chosen in _by_axes(scatter):
+        yield "reduce-scatter", local[chosen], axes, chosen
+        local[chosen] /= np.prod(sizes[list(axes)])
+    local = local / np.where(cut, sizes, 1.0).prod(-1)
+    for axes, chosen in _by_axes(reduce_):
+        yield "all-reduce", local[chosen], axes, chosen
+    for kind, where in (("all-to-all", exchange), ("all-gather", gather)):
+        for axes, chosen in _by_axes(where):
+            full = local[chosen] * np.prod(sizes[list(axes)])
+            yield kind, full, axes, chosen
+            if kind == "all-gather":
+                local[chosen] = full
+
+
+def _by_axes(where: np.ndarray) -> Iterator[tuple[tuple[int, ...], tuple]]:
+    """Pairs that need the same set of axes together."""
+    number = where.shape[-1]
+    code = (where * (1 << np.arange(number))).sum(-1)
+    for size in range(1, number + 1):
+        for axes in itertools.combinations(range(number), size):
+            chosen = np.nonzero(code == sum(1 << a for a in axes))
+            if len(chosen[0]):
+                yield axes, chosen

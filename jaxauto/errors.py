@@ -1,0 +1,33 @@
+"""One class for each failure. A message says what, with numbers, and what to change."""
+
+
+class JaxAutoError(Exception):
+    """Base of everything jaxauto raises on purpose."""
+
+
+class InfeasibleError(JaxAutoError):
+    """No plan fits: the message says the least memory that any plan needs and what it is made of."""
+
+
+class ConstraintError(JaxAutoError):
+    """A constraint names no argument or an unknown mesh axis, or does not divide a dimension."""
+
+
+class TargetError(JaxAutoError):
+    """Unknown chip or topology, or no ahead-of-time compiler installed for it."""
+
+
+class PlanMismatchError(JaxAutoError):
+    """A saved plan, or a call, whose arguments are not those the plan was made for."""
+
+
+class TraceError(JaxAutoError):
+    """The step cannot be traced; the message carries JAX's own error and the argument that was abstract."""
+
+
+class ArgumentError(JaxAutoError):
+    """An option or an argument of a call is unusable (deleted array, bad budget, more mesh than devices)."""
+
+
+class UnknownPrimitiveWarning(UserWarning):
+    """A primitive has no sharding rule: its operands are replicated there."""

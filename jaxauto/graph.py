@@ -1,0 +1,205 @@
+"""jaxpr → Graph: calls inlined, loops as nodes with bodies, one table of values for the whole program."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from jaxauto import compat
+from jaxauto.core import Graph, Link, LinkKind, Literal, Node, Value
+
+
+def build(closed_jaxpr: Any) -> Graph:
+    """The Graph of a closed jaxpr. Node and value ids follow program order, so they are the same on every process."""
+    return _Builder().graph(closed_jaxpr, "")
+
+
+def walk(graph: Graph) -> Iterator[Node]:
+    """All nodes in program order, those of a body right after the node that has it."""
+    for node in graph.nodes:
+        yield node
+        for body in node.bodies:
+            yield from walk(body)
+
+
+def multiplicity(graph: Graph) -> dict[int, int]:
+    """How often each node runs in a step: node id → product of the trips of the loops around it."""
+    times: dict[int, int] = {}
+
+    def visit(g: Graph, factor: int):
+        for node in g.nodes:
+            times[node.id] = factor
+            for body in node.bodies:
+                visit(body, factor * node.trips)
+
+    visit(graph, 1)
+    return times
+
+
+class _Builder:
+    def __init__(self):
+        self.values: dict[int, Value] = {}
+        self.node_ids = itertools.count()
+
+    def value(self, aval) -> int:
+        number = len(self.values)
+        self.values[number] = Value(number, aval)
+        return number
+
+    def graph(self, closed, stack: str) -> Graph:
+        jaxpr, consts = compat.open_jaxpr(closed)
+        env: dict[Any, int | Literal] = {}
+        captured = {}
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = self.value(var.aval)
+            captured[env[var]] = const
+        inputs = []
+        for var in jaxpr.invars:
+            env[var] = self.value(var.aval)
+            inputs.append(env[var])
+        nodes: list[Node] = []
+        self.inline(jaxpr, env, stack, nodes, captured)
+        outputs = tuple(_read(env, v) for v in jaxpr.outvars)
+        return Graph(tuple(inputs), outputs, nodes, self.values, captured)
+
+    def inline(self, jaxpr, env, stack: str, nodes: list[Node], captured: dict) -> None:
+        for eqn in jaxpr.eqns:
+            inner_stack = f"{stack}/{compat.name_stack(eqn)}"
+            body_param = compat.INLINED_CALLS.get(eqn.primitive.name)
+            if body_param is None or body_param not in eqn.params:
+                nodes.append(self.node(eqn, env, inner_stack))
+                continue
+            body, consts = compat.open_jaxpr(eqn.params[body_param])
+            operands = [_read(env, v) for v in eqn.invars]
+            inner: dict[Any, int | Literal] = {}
+            for var, const in zip(body.constvars, consts, strict=True):
+                inner[var] = self.value(var.aval)
+                captured[inner[var]] = const
+            if eqn.primitive.name in compat.CHECKPOINT_CALLS and eqn.params.get("differentiated") and eqn.params.get("prevent_cse", True):
+                operands = self.barrier(eqn, operands, inner_stack, nodes)
+            inner.update(zip(body.invars, operands[len(operands) - len(body.invars) :], strict=True))
+            self.inline(body, inner, inner_stack, nodes, captured)
+            for outer, result in zip(eqn.outvars, body.outvars, strict=True):
+                env[outer] = _read(inner, result)
+
+    def barrier(self, eqn, operands: list, stack: str, nodes: list[Node]) -> list:
+        """A user's checkpoint region recomputes behind a barrier, as jax.checkpoint lowers it."""
+        arrays = [x for x in operands if not isinstance(x, Literal)]
+        if not arrays:
+            return operands
+        fresh = [self.value(self.values[x].aval) for x in arrays]
+        node = self.make(BarrierEqn(eqn, [self.values[x].aval for x in arrays]), tuple(arrays), tuple(fresh), stack)
+        nodes.append(node)
+        renamed = iter(fresh)
+        return [x if isinstance(x, Literal) else next(renamed) for x in operands]
+
+    def node(self, eqn, env, stack: str) -> Node:
+        inputs = tuple(_read(env, v) for v in eqn.invars)
+        outputs = tuple(self.value(v.aval) for v in eqn.outvars)
+        for var, out in zip(eqn.outvars, outputs, strict=True):
+            if not isinstance(var, compat.DropVar):
+                env[var] = out
+        node = self.make(eqn, inputs, outputs, stack)
+        control = _CONTROL.get(node.prim)
+        if control is not None:
+            control(self, node, stack)
+        return node
+
+    def make(self, eqn, inputs, outputs, stack: str) -> Node:
+        node = Node(
+            id=next(self.node_ids),
+            eqn=eqn,
+            prim=eqn.primitive.name,
+            inputs=inputs,
+            outputs=outputs,
+            scope=compat.plain_scope(stack),
+            source=compat.source_line(eqn),
+            backward=compat.is_transposed(stack),
+        )
+        for x in inputs:
+            if not isinstance(x, Literal):
+                self.values[x].users.append(node)
+        for out in outputs:
+            self.values[out].producer = node
+        return node
+
+
+class BarrierEqn:
+    """Stands where an ``optimization_barrier`` equation would; ``eqn`` lends its source line."""
+
+    def __init__(self, eqn, avals):
+        from jax.lax import optimization_barrier_p
+
+        self.primitive = optimization_barrier_p
+        self.params: dict = {}
+        self.source_info = eqn.source_info
+        self.effects = frozenset()
+        self.invars = self.outvars = [_Aval(a) for a in avals]
+
+
+class _Aval:
+    def __init__(self, aval):
+        self.aval = aval
+
+
+def _read(env, var) -> int | Literal:
+    if isinstance(var, compat.JaxLiteral):
+        return Literal(var.val, var.aval)
+    return env[var]
+
+
+# ---------------------------------------------------------------------------------------------------------- control flow
+
+
+def _links(kind: LinkKind, sources, targets) -> list[Link]:
+    return [Link(kind, s, t) for s, t in zip(sources, targets, strict=True) if isinstance(s, int) and isinstance(t, int)]
+
+
+def _scan(builder: _Builder, node: Node, stack: str) -> None:
+    jaxpr, node.num_consts, node.num_carry, node.trips, node.reverse = compat.scan_parts(node.eqn)
+    node.bodies = (builder.graph(jaxpr, stack),)
+    node.links = scan_links(node)
+
+
+def scan_links(node: Node) -> tuple[Link, ...]:
+    """How the operands and results of a scan node are bound to its body; to be renewed when a rewrite changes either."""
+    (body,) = node.bodies
+    first, num_carry = node.num_consts, node.num_carry
+    last = first + num_carry
+    return tuple(
+        _links(LinkKind.CONST, node.inputs[:first], body.inputs[:first])
+        + _links(LinkKind.INIT, node.inputs[first:last], body.inputs[first:last])
+        + _links(LinkKind.XS, node.inputs[last:], body.inputs[last:])
+        + _links(LinkKind.CARRY, body.outputs[:num_carry], body.inputs[first:last])
+        + _links(LinkKind.FINAL, body.outputs[:num_carry], node.outputs[:num_carry])
+        + _links(LinkKind.YS, body.outputs[num_carry:], node.outputs[num_carry:])
+    )
+
+
+def _while(builder: _Builder, node: Node, stack: str) -> None:
+    params = node.eqn.params
+    cond, body = builder.graph(params["cond_jaxpr"], stack), builder.graph(params["body_jaxpr"], stack)
+    nc, nb = params["cond_nconsts"], params["body_nconsts"]
+    init = node.inputs[nc + nb :]
+    node.bodies = (cond, body)
+    node.links = tuple(
+        _links(LinkKind.CONST, node.inputs[:nc], cond.inputs[:nc])
+        + _links(LinkKind.CONST, node.inputs[nc : nc + nb], body.inputs[:nb])
+        + _links(LinkKind.INIT, init, body.inputs[nb:])
+        + _links(LinkKind.CARRY, body.outputs, body.inputs[nb:])
+        + _links(LinkKind.CARRY, body.outputs, cond.inputs[nc:])
+        + _links(LinkKind.FINAL, body.outputs, node.outputs)
+    )
+
+
+def _cond(builder: _Builder, node: Node, stack: str) -> None:
+    node.bodies = tuple(builder.graph(branch, stack) for branch in node.eqn.params["branches"])
+    links: list[Link] = []
+    for body in node.bodies:
+        links += _links(LinkKind.CONST, node.inputs[1:], body.inputs)
+        links += _links(LinkKind.FINAL, body.outputs, node.outputs)
+    node.links = tuple(links)
+
+
+_CONTROL = {"scan": _scan, "while": _while, "cond": _cond}

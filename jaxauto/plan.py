@@ -1,0 +1,293 @@
+"""Plan: what was decided, in argument paths and PartitionSpecs; runs, explains, saves and exports it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxauto import place as _place
+from jaxauto.core import Decisions, Estimate, Graph
+from jaxauto.errors import PlanMismatchError
+from jaxauto.rewrite.apply import apply
+from jaxauto.trace import Traced, abstract
+
+
+@dataclass(frozen=True)
+class RematDecision:
+    """What happens to one residual (or a stack of them) between forward and backward pass, on one device.
+
+    Attributes:
+      name: block and scope, e.g. ``"block/3: attention/dot_general"``.
+      action: ``"kept" | "recomputed" | "offloaded"``.
+      bytes_: what it takes, or would take, on one device over all trips. seconds: what making it again takes, per step.
+    """
+
+    name: str
+    action: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes_: float
+    seconds: float
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class SolverReport:
+    """How the plan was found. ``bound``: no plan on this mesh is faster, by the planner's own estimate; ``gap`` is relative to it."""
+
+    status: str
+    objective: float
+    bound: float
+    gap: float
+    seconds: Mapping[str, float]
+    variables: int
+    constraints: int
+    meshes: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What a compiler said of the plan: bytes on one device, against the budget."""
+
+    compiler: str
+    bytes_: float
+    budget_bytes: float
+    rounds: int
+
+    @property
+    def fits(self) -> bool:
+        return self.bytes_ <= self.budget_bytes
+
+
+@dataclass(eq=False)
+class Plan:
+    """A plan for one signature of a step. See ``jaxauto.plan``.
+
+    Attributes:
+      mesh: jax.sharding.Mesh, or an AbstractMesh when the target is not here.
+      specs: flat ``{argument path: PartitionSpec}``; out_specs: the same for the outputs, by position.
+      remat: list of RematDecision. estimate: Estimate. solver: SolverReport. certificate: Certificate or None.
+      notes: what the plan assumes or could not do.
+    """
+
+    mesh: Any
+    target: str
+    budget_bytes: float
+    in_paths: tuple[str, ...]
+    out_paths: tuple[str, ...]
+    in_avals: tuple[jax.ShapeDtypeStruct, ...]
+    out_avals: tuple[jax.ShapeDtypeStruct, ...]
+    in_specs: tuple[PartitionSpec, ...]
+    out_specs: tuple[PartitionSpec, ...]
+    donated: tuple[bool, ...]
+    decisions: Decisions
+    remat: list[RematDecision]
+    estimate: Estimate
+    solver: SolverReport
+    fingerprint: str
+    certificate: Certificate | None = None
+    notes: tuple[str, ...] = ()
+    program: Program | None = None
+
+    # ------------------------------------------------------------------------------------------------------------ shardings
+
+    @property
+    def specs(self) -> dict[str, PartitionSpec]:
+        return dict(zip(self.in_paths, self.in_specs, strict=True))
+
+    @property
+    def flat_in_shardings(self) -> list[NamedSharding]:
+        return [NamedSharding(self.mesh, s) for s in self.in_specs]
+
+    @property
+    def flat_out_shardings(self) -> list[NamedSharding]:
+        return [NamedSharding(self.mesh, s) for s in self.out_specs]
+
+    @property
+    def in_shardings(self) -> Any:
+        """Pytree of NamedSharding, same structure as the arguments (a tuple, or (args, kwargs) if there were keywords)."""
+        args, kwargs = jax.tree_util.tree_unflatten(self._bound().traced.in_tree, self.flat_in_shardings)
+        return (args, kwargs) if kwargs else args
+
+    @property
+    def out_shardings(self) -> Any:
+        return jax.tree_util.tree_unflatten(self._bound().traced.out_tree, self.flat_out_shardings)
+
+    @property
+    def checkpoint_policy(self) -> Callable:
+        """The remat decision as a policy for ``jax.checkpoint(block, policy=…)``: saves the results of the primitives that are kept."""
+        from jaxauto.policy import checkpoint_policy
+
+        return checkpoint_policy(self._bound().graph, self.decisions)
+
+    # -------------------------------------------------------------------------------------------------------------- running
+
+    def jit(self) -> PlannedStep:
+        """The step on the plan's mesh: takes and returns what the step does."""
+        return PlannedStep(self)
+
+    def lower(self) -> Any:
+        """``jax.stages.Lowered`` of the planned step for the plan's own arguments."""
+        return self._flat_jit.lower(*_with_shardings(self.in_avals, self.flat_in_shardings))
+
+    def compile(self) -> Any:
+        """``jax.stages.Compiled``; compiled once."""
+        return self._compiled
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        return self.lower().compile()
+
+    @functools.cached_property
+    def _flat_jit(self) -> Any:
+        program = self._bound()
+        fun = apply(program.graph, self.decisions, self.mesh)
+        donate = tuple(k for k, d in enumerate(self.donated) if d)
+        return jax.jit(fun, in_shardings=tuple(self.flat_in_shardings), out_shardings=self.flat_out_shardings, donate_argnums=donate)
+
+    def place(self, *args: Any) -> tuple:
+        """Arguments put where the plan wants them: from the host, one device, or another sharding.
+
+        Raises:
+          PlanMismatchError: other structure, shapes or dtypes than planned; names the leaf.
+        """
+        leaves = self.check(args, {})
+        placed = _place.put(leaves, self.flat_in_shardings, self.in_paths)
+        return jax.tree_util.tree_unflatten(self._bound().traced.in_tree, placed)[0]
+
+    def init(self, init_fn: Callable, *args: Any) -> Any:
+        """Run ``init_fn(*args)`` so that its outputs are born sharded: no device ever holds the whole.
+
+        Raises:
+          PlanMismatchError: the result is none of the step's arguments.
+        """
+        return _place.init(self, init_fn, args)
+
+    def check(self, args: tuple, kwargs: Mapping[str, Any]) -> list:
+        """The leaves of a call, if they are what the plan was made for; else PlanMismatchError with the first leaf that differs."""
+        leaves, tree = jax.tree_util.tree_flatten((args, dict(kwargs)))
+        expected = self._bound().traced.in_tree
+        if tree != expected:
+            raise PlanMismatchError(_structure_message(tree, expected, len(leaves), len(self.in_avals)))
+        for leaf, aval, path in zip(leaves, self.in_avals, self.in_paths, strict=True):
+            got = abstract(leaf, path)
+            if got.shape != aval.shape or got.dtype != aval.dtype:
+                raise PlanMismatchError(
+                    f"argument {path} is {got.dtype}{list(got.shape)}; the plan was made for {aval.dtype}{list(aval.shape)}. "
+                    "Plan again for the new shapes (auto_shard does so by itself)."
+                )
+        return leaves
+
+    def _bound(self) -> Program:
+        if self.program is None:
+            raise PlanMismatchError("this plan was loaded from a file and knows no step yet: call plan.bind(step, *args) first.")
+        return self.program
+
+    def bind(self, step: Callable, *args: Any, **kwargs: Any) -> Plan:
+        """A loaded plan for ``step``, after checking that it is the step the plan was made for.
+
+        Raises:
+          PlanMismatchError: other arguments, or another program.
+        """
+        from jaxauto.store import bind
+
+        return bind(self, step, args, kwargs)
+
+    # ------------------------------------------------------------------------------------------------- looking, keeping, sharing
+
+    def verify(self, **options: Any) -> Any:
+        """Verification: the estimate beside what the compiler made of it. ``run=True`` also times the step on zeros."""
+        from jaxauto.verify import verify
+
+        return verify(self, **options)
+
+    def explain(self, path: str | None = None) -> str:
+        """Why this sharding and not another; what binds memory; what costs time."""
+        from jaxauto.report import explain
+
+        return explain(self, path)
+
+    def summary(self) -> str:
+        from jaxauto.report import summary
+
+        return summary(self)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def _repr_html_(self) -> str:
+        from jaxauto.report import html
+
+        return html(self)
+
+    def to_html(self, path: str) -> str:
+        """Write the summary as a page; returns ``path``."""
+        from jaxauto.report import write_html
+
+        return write_html(self, path)
+
+    def save(self, path: str) -> str:
+        """Write the plan as JSON; returns ``path``."""
+        from jaxauto.store import save
+
+        return save(self, path)
+
+    @staticmethod
+    def load(path: str, step: Callable | None = None, *args: Any, **kwargs: Any) -> Plan:
+        """Read a plan; with ``step`` and its arguments also bind it."""
+        from jaxauto.store import load
+
+        plan = load(path)
+        return plan if step is None else plan.bind(step, *args, **kwargs)
+
+    def export(self) -> str:
+        """Source text: PartitionSpecs, constraints and a jax.checkpoint policy that run without jaxauto."""
+        from jaxauto.store import export
+
+        return export(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The step a plan is bound to: its trace, its graph, and what the solver knew (for ``explain``; None after loading)."""
+
+    step: Callable
+    traced: Traced
+    graph: Graph
+    solved: Any = None
+
+
+class PlannedStep:
+    """The runnable step of a plan: call it, or ``lower`` it, with the arguments of the user's step."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = self.plan.check(args, kwargs)
+        return self.run(_place.put(leaves, self.plan.flat_in_shardings, self.plan.in_paths))
+
+    def run(self, leaves: list) -> Any:
+        """Run on placed leaves."""
+        return jax.tree_util.tree_unflatten(self.plan._bound().traced.out_tree, self.plan._flat_jit(*leaves))
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            self.plan.check(args, kwargs)
+        return self.plan.lower()
+
+
+def _with_shardings(avals, shardings) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in zip(avals, shardings, strict=True)]
+
+
+def _structure_message(tree: Any, expected: Any, leaves: int, expected_leaves: int) -> str:
+    return (
+        f"the arguments have another structure than the plan was made for: {leaves} leaves instead of {expected_leaves}.\n"
+        f"  got      {str(tree)[:300]}\n  expected {str(expected)[:300]}"
+    )

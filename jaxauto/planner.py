@@ -1,0 +1,298 @@
+"""The pipeline, one line for each stage: trace → graph → groups → solve on each mesh → plan → certify."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxauto import compat
+from jaxauto.blocks import closure
+from jaxauto.constraints import allowed_states, ignored_pins
+from jaxauto.core import Graph, MeshAxes
+from jaxauto.cost.fusion import value_bytes
+from jaxauto.errors import InfeasibleError, UnknownPrimitiveWarning
+from jaxauto.estimate import estimate, memory_by_kind
+from jaxauto.graph import build, walk
+from jaxauto.groups import Groups, data_dependent, feeding_operations, find_groups
+from jaxauto.options import budget_bytes, device_mesh, mesh_candidates
+from jaxauto.plan import Plan, Program, RematDecision, SolverReport
+from jaxauto.progress import Progress
+from jaxauto.rewrite.apply import partition_spec
+from jaxauto.rules import has_rule, unknown_primitive_message
+from jaxauto.solve.decide import decisions_of, sharding_of_value
+from jaxauto.solve.fold import fold
+from jaxauto.solve.model import Program as Decided
+from jaxauto.solve.remat import Level, Remat
+from jaxauto.solve.search import Candidate, Found, Search
+from jaxauto.strategies import shards
+from jaxauto.targets.target import Target, resolve
+from jaxauto.trace import Traced, trace
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of ``jaxauto.plan``, see there."""
+
+    mesh: Any = None
+    target: Any = None
+    memory_budget: Any = None
+    remat: str = "auto"
+    constraints: Mapping[str, Any] | None = None
+    donate_argnums: Any = None
+    time_limit: float = 60.0
+    tune: int = 0
+    certify: Any = "auto"
+    progress: bool | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A step read into a graph: what does not depend on mesh, target or budget."""
+
+    fun: Callable
+    traced: Traced
+    graph: Graph
+    groups: Groups
+    aliased: frozenset[int]
+    known_early: frozenset[int]
+    late_only: frozenset[int]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """What the search knew: for certification and for ``explain``."""
+
+    step: Step
+    target: Target
+    remat: Remat
+    levels: list[Level]
+    found: Found
+    meshes: Mapping[str, float]
+
+
+def make_plan(fun: Callable, args: tuple, kwargs: dict, options: Options) -> Plan:
+    """Plan ``fun(*args, **kwargs)``; static arguments are bound already. See ``jaxauto.plan``."""
+    with Progress(options.progress) as progress:
+        progress("tracing")
+        step = read(fun, args, kwargs, options.donate_argnums)
+        target = resolve(options.target)
+        budget = budget_bytes(options.memory_budget, target.chip.hbm_bytes)
+        plan = solve(step, target, budget, options, progress)
+        if _should_certify(options, target):
+            from jaxauto.certify import certified
+
+            progress("certifying with the compiler")
+            plan = certified(plan, budget, options, progress, must=options.certify is True)
+        return plan
+
+
+def read(fun: Callable, args: tuple, kwargs: dict, donate_argnums: Any = None) -> Step:
+    """Trace a step and find its decisions."""
+    traced = trace(fun, args, kwargs, donate_argnums)
+    graph = build(traced.jaxpr)
+    groups = find_groups(graph, traced.state)
+    notes = _warn_of_unknown(graph)
+    outputs = (graph.outputs[o] for i, o in traced.state if traced.donated[i])
+    state = {i for i, _ in traced.state}
+    dependent = data_dependent(graph, [n for k, n in enumerate(graph.inputs) if k not in state])
+    feeding = feeding_operations(graph, groups.rules)
+    return Step(
+        fun,
+        traced,
+        graph,
+        groups,
+        frozenset(x for x in outputs if isinstance(x, int) and x not in graph.inputs),
+        frozenset(n for n in graph.values if n not in dependent),
+        frozenset(n for n in graph.values if n not in feeding),
+        notes,
+    )
+
+
+def _warn_of_unknown(graph: Graph) -> tuple[str, ...]:
+    unknown: dict[str, str] = {}
+    for node in walk(graph):
+        if not node.bodies and not has_rule(node.prim):
+            unknown.setdefault(node.prim, node.source)
+    messages = tuple(unknown_primitive_message(name, source) for name, source in unknown.items())
+    for message in messages:
+        warnings.warn(message, UnknownPrimitiveWarning, stacklevel=5)
+    return messages
+
+
+# ------------------------------------------------------------------------------------------------------------------- solve
+
+
+def solve(step: Step, target: Target, budget: float, options: Options, progress: Callable[[str], None]) -> Plan:
+    """The best plan over the meshes, under ``budget`` bytes.
+
+    Raises:
+      InfeasibleError: no plan on any mesh fits.
+    """
+    started = time.monotonic()
+    meshes = mesh_candidates(options.mesh, target, _mesh_in_step(step))
+    remat = Remat(step.graph, step.groups, step.aliased, target.chip)
+    levels = remat.levels() if options.remat != "off" else remat.levels()[:1]
+    deadline = started + options.time_limit
+    results: list[tuple[MeshAxes, Found]] = []
+    for number, mesh in enumerate(meshes):
+        progress(f"solving mesh {'x'.join(map(str, mesh.sizes))} ({number + 1} of {len(meshes)})")
+        results.append((mesh, search(step, remat, levels, mesh, target, budget, options, deadline)))
+        if time.monotonic() > deadline:
+            break
+    fitting = [(mesh, found) for mesh, found in results if found.best is not None]
+    if not fitting:
+        raise InfeasibleError(_infeasible_message(results, budget, target))
+    mesh, found = min(fitting, key=lambda r: r[1].best.seconds)  # type: ignore[union-attr]
+    seconds = {"x".join(map(str, m.sizes)): (f.best.seconds if f.best else float("inf")) for m, f in results}
+    found.seconds_spent["all meshes"] = time.monotonic() - started
+    solved = Solved(step, target, remat, levels, found, seconds)
+    assert found.best is not None
+    return build_plan(solved, found.best, budget, options)
+
+
+def search(step: Step, remat: Remat, levels, mesh: MeshAxes, target: Target, budget: float, options: Options, deadline: float) -> Found:
+    """Search one mesh."""
+    allowed = allowed_states(options.constraints, step.traced, step.groups, mesh)
+    alike = fold(step.groups, {g: mask.tobytes() for g, mask in allowed.items()})
+    program = Decided(step.groups, alike, step.known_early, step.late_only)
+    return Search(program, remat, mesh, target.chip, allowed, deadline).run(budget, levels)
+
+
+def _mesh_in_step(step: Step) -> dict[str, int] | None:
+    for nodes in step.groups.pinned.values():
+        for _, node in nodes:
+            mesh = getattr(node.params.get("sharding"), "mesh", None)
+            if mesh is not None and not getattr(mesh, "empty", True):
+                return dict(mesh.shape)
+    return None
+
+
+def _infeasible_message(results: list[tuple[MeshAxes, Found]], budget: float, target: Target) -> str:
+    mesh, found = min(results, key=lambda r: r[1].leanest.peak_bytes)
+    least = found.leanest
+    parts = sorted(memory_by_kind(least.model, least.x).items(), key=lambda kv: -kv[1])
+    made_of = ", ".join(f"{name} {gib(b)}" for name, b in parts if b > 0.005 * least.peak_bytes)
+    return (
+        f"no plan fits {gib(budget)} on each of {mesh.num_devices} x {target.chip.name}: the least that any plan needs is {gib(least.peak_bytes)} "
+        f"(mesh {mesh.shape}, everything recomputed), made of {made_of}. "
+        "Use more devices, a larger memory_budget, a smaller batch, or a leaner optimizer state."
+    )
+
+
+def gib(bytes_: float) -> str:
+    """``"1.50 GiB"``, in the unit that fits."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if bytes_ >= size:
+            return f"{bytes_ / size:.2f} {unit}"
+    return f"{bytes_:.0f} B"
+
+
+# -------------------------------------------------------------------------------------------------------------------- plan
+
+
+def build_plan(solved: Solved, best: Candidate, budget: float, options: Options) -> Plan:
+    """A candidate as a Plan."""
+    step, traced, model = solved.step, solved.step.traced, best.model
+    here = options.target is None or _is_here(solved.target)
+    in_specs = tuple(partition_spec(sharding_of_value(model, best.x, n)) for n in step.graph.inputs)
+    state_of_output = {o: i for i, o in traced.state}
+    out_specs = tuple(
+        in_specs[state_of_output[k]]
+        if k in state_of_output
+        else partition_spec(sharding_of_value(model, best.x, x))
+        if isinstance(x, int) and not compat.is_key_dtype(step.graph.values[x].dtype)
+        else jax.sharding.PartitionSpec()
+        for k, x in enumerate(step.graph.outputs)
+    )
+    found = solved.found
+    return Plan(
+        mesh=device_mesh(model.mesh, options.mesh, solved.target, here),
+        target=str(solved.target),
+        budget_bytes=budget,
+        in_paths=traced.in_paths,
+        out_paths=traced.out_paths,
+        in_avals=traced.in_avals,
+        out_avals=traced.out_avals,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        donated=traced.donated,
+        decisions=decisions_of(best),
+        remat=remat_decisions(solved, best),
+        estimate=estimate(best),
+        solver=SolverReport(
+            status=found.status,
+            objective=best.seconds,
+            bound=min(found.bound, best.seconds),
+            gap=max(0.0, 1 - found.bound / best.seconds) if best.seconds else 0.0,
+            seconds=dict(found.seconds_spent),
+            variables=found.variables,
+            constraints=found.constraints,
+            meshes=solved.meshes,
+        ),
+        fingerprint=fingerprint(step.graph),
+        notes=(*step.notes, *ignored_pins(step.groups, model.mesh)),
+        program=Program(step.fun, traced, step.graph, solved),
+    )
+
+
+def _is_here(target: Target) -> bool:
+    """Whether the target is this process's own devices."""
+    try:
+        return resolve(None).chip.name == target.chip.name and len(jax.devices()) >= target.num_devices
+    except Exception:  # devices that no chip describes: not this target
+        return False
+
+
+def remat_decisions(solved: Solved, best: Candidate) -> list[RematDecision]:
+    """Every residual of every block: kept or recomputed, with what it takes on one device."""
+    decisions = []
+    model = best.model
+    for block, kept in zip(solved.remat.blocks, best.variant.kept, strict=True):
+        again = {out for node in (closure(block, kept)[0] if kept is not None else ()) for out in node.outputs}
+        extra = {*(kept or ())} - {*block.residuals}
+        for number in (*block.residuals, *sorted(extra)):
+            value = solved.step.graph.values[number]
+            node = value.producer
+            pieces = float(shards(model.position(best.x, number)[None], model.mesh.sizes)[0])
+            seconds = solved.remat.node_seconds(node) / pieces * block.count if node is not None and not node.bodies else 0.0
+            decisions.append(
+                RematDecision(
+                    name=f"{block.name}: {node.scope + '/' if node and node.scope else ''}{node.prim if node else 'input'}",
+                    action="recomputed" if kept is not None and number in again and number not in kept else "kept",
+                    shape=value.shape if block.count == 1 else (block.count, *value.shape),
+                    dtype=str(value.dtype),
+                    bytes_=value_bytes(value) / pieces * block.count,
+                    seconds=seconds,
+                    source=node.source if node else "",
+                )
+            )
+    return decisions
+
+
+def fingerprint(graph: Graph) -> str:
+    """A hash of the program: primitives, shapes and wiring."""
+    digest = hashlib.sha256()
+    for node in walk(graph):
+        wiring = [x if isinstance(x, int) else "literal" for x in node.inputs]
+        shapes = [(graph.values[o].shape, str(graph.values[o].dtype)) for o in node.outputs]
+        digest.update(f"{node.prim}{wiring}{shapes}".encode())
+    digest.update(str([(graph.values[n].shape, str(graph.values[n].dtype)) for n in graph.inputs]).encode())
+    return digest.hexdigest()[:16]
+
+
+# ----------------------------------------------------------------------------------------------------------------- certify
+
+
+def _should_certify(options: Options, target: Target) -> bool:
+    if options.certify is not True and (options.certify is False or options.memory_budget is None):
+        return False
+    return True
+
+

@@ -1,0 +1,1 @@
+"""Graph + Plan → runnable function: recompute, constrain, evaluate."""

@@ -1,0 +1,80 @@
+"""A solution → what a plan says: shardings of arguments and results, arrays to pin, what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxauto.core import Decisions, LinkKind, Sharding
+from jaxauto.graph import walk
+from jaxauto.groups import Edge
+from jaxauto.solve.model import Model, edge_layout
+from jaxauto.solve.search import Candidate
+from jaxauto.strategies import WHOLE, project, sharding_of
+
+
+def decisions_of(candidate: Candidate) -> Decisions:
+    """Everything that the compiler has to be told, see ``rewrite/apply.py``."""
+    model, x = candidate.model, candidate.x
+    values: dict[int, Sharding] = {}
+    operands: dict[tuple[int, int], Sharding] = {}
+    late: set[tuple[int, int]] = set()
+    for number in _anchors(model, x):
+        values[number] = sharding_of_value(model, x, number)
+    nodes = {node.id: node for node in walk(model.groups.graph)}
+    for op in model.groups.operations:
+        index = iter(op.operands)
+        for k, number in enumerate(op.node.inputs):
+            if not isinstance(number, int):
+                continue
+            operand = next(index)
+            if not model.values[number].shape:
+                continue
+            position = model.operand_position(x, op, operand)
+            operands[op.node.outputs[0], k] = sharding_of(position, len(operand.dims), model.mesh)
+            if op.node.backward and model.groups.times[op.node.id] == 1 and _gathers(model.position(x, number), position):
+                late.add((op.node.outputs[0], k))
+    for e in model.groups.edges:
+        node = nodes.get(e.node)
+        if node is None or node.bodies or e.operand < 0:
+            continue
+        here, there, _, _ = edge_layout(
+            model.state(x, "group", e.source)[None], model.state(x, "group", e.target)[None], e.dims, e.reduced, model.mesh.sizes
+        )
+        if (here != there).any():
+            position = np.where(np.isin(model.position(x, e.value), _summed(e)), model.position(x, e.value), there[0])
+            operands[node.outputs[0], e.operand] = sharding_of(position, len(e.dims), model.mesh)
+    return Decisions(values, operands, candidate.variant.kept, frozenset(late))
+
+
+def sharding_of_value(model: Model, x: np.ndarray, number: int) -> Sharding:
+    return sharding_of(model.position(x, number), len(model.values[number].shape), model.mesh)
+
+
+def _summed(e: Edge) -> list[int]:
+    return [i for i, (a, _) in enumerate(e.dims) if a in e.reduced and a != WHOLE]
+
+
+def _gathers(here: np.ndarray, there: np.ndarray) -> bool:
+    return bool(((here != WHOLE) & (there == WHOLE)).any())
+
+
+def _anchors(model: Model, x: np.ndarray) -> Iterator[int]:
+    """Values to pin: results of operations, inputs and outputs of loop bodies, and the ends of passages that reshard."""
+    for op in model.groups.operations:
+        for o in op.results:
+            if o.dims:
+                yield o.value
+    for node in walk(model.groups.graph):
+        for link in node.links:
+            inner = link.source if link.kind in (LinkKind.CARRY, LinkKind.FINAL, LinkKind.YS) else link.target
+            if model.values[inner].shape:
+                yield inner
+    for e in model.groups.edges:
+        here = project(model.state(x, "group", e.source)[None], tuple(a for a, _ in e.dims))
+        there = project(model.state(x, "group", e.target)[None], tuple(b for _, b in e.dims))
+        if (here != there).any():
+            for number in (e.value, e.result):
+                if model.values[number].shape:
+                    yield number

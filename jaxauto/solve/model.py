@@ -1,0 +1,305 @@
+"""Groups × mesh × target → Problem, and back: what a solution means for values, operands and collectives.
+
+Tables (each line names the function that builds it)
+- compute of operations: roofline of each strategy                                             ``_operation_compute``
+- compute of groups: HBM traffic of their materialised members                                 ``_traffic``
+- passages: resharding an array from a group's state to another's or to an operand's layout    ``_edges``, ``_operands``
+- results: partial sums and resharding from a strategy to the group of its result              ``_results``
+- memory rows: bytes of the buffers alive at a position                                        ``memory_row``
+Alike groups and operations share one variable (``fold.py``); their tables are summed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxauto.core import MeshAxes
+from jaxauto.cost.compute import factor_dims, operation_seconds, traffic_seconds
+from jaxauto.cost.fusion import value_bytes
+from jaxauto.cost.reshard import passage_collectives, passage_seconds
+from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
+from jaxauto.solve.fold import Key
+from jaxauto.solve.problem import MemoryRow, Problem
+from jaxauto.solve.remat import Variant
+from jaxauto.strategies import project, shards, states
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is known of a step before a mesh is: groups, buffers, alike decisions, and what can be prefetched."""
+
+    groups: Groups
+    alike: Mapping[Key, Key]
+    known_early: frozenset[int]  # values that do not depend on the batch: weights and what is made of them alone
+    late_only: frozenset[int]  # values that nothing heavy reads any more: gradients, updates, metrics
+
+
+class Model:
+    """A Program on a mesh: the Problem and the way back from its solutions."""
+
+    def __init__(
+        self, program: Program, variant: Variant, mesh: MeshAxes, chip: Any, allowed: Mapping[int, np.ndarray] | None = None, cache: Any = None
+    ):
+        """``allowed``: group id → bool mask over its states (users' constraints). ``cache``: tables shared by models of one mesh."""
+        self.program, self.variant, self.mesh, self.chip = program, variant, mesh, chip
+        self.buffers = variant.buffers
+        self.cache = {} if cache is None else cache
+        self.groups = program.groups
+        self.values = program.groups.graph.values
+        self.overlaps = getattr(chip, "platform", "cpu") != "cpu"
+        self.problem = Problem.empty()
+        self.variable: dict[Key, int] = {}
+        self.states: list[np.ndarray] = []
+        self.operation_of: dict[int, Operation] = {}
+        allowed = allowed or {}
+        merged: dict[Key, np.ndarray] = {}
+        for g, mask in allowed.items():
+            key = program.alike["group", g]
+            merged[key] = merged[key] & mask if key in merged else mask
+        for g in self.groups.groups.values():
+            self._add(("group", g.id), tuple(g.sizes), merged)
+        for op in self.groups.operations:
+            self.operation_of[op.node.id] = op
+            self._add(("operation", op.node.id), tuple(n for _, n in op.factors), {})
+        self._classes()
+        self._traffic()
+        self._operation_compute()
+        self._edges()
+        self._operands()
+        self._results()
+
+    def _add(self, key: Key, sizes: tuple[int, ...], allowed: Mapping[Key, np.ndarray]) -> None:
+        first = self.program.alike[key]
+        if first in self.variable:
+            self.variable[key] = self.variable[first]
+            return
+        table = states(sizes, self.mesh.sizes)
+        if first in allowed:
+            table = table[allowed[first]]
+        self.variable[first] = self.variable[key] = self.problem.add_variable(len(table), f"{key[0]} {key[1]}")
+        self.states.append(table)
+
+    def var(self, kind: str, number: int) -> int:
+        return self.variable[kind, number]
+
+    # --------------------------------------------------------------------------------------------------------------- memory
+
+    def _classes(self) -> None:
+        """Buffers by (variable, dimensions): all of one class are cut alike."""
+        index: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.buffer_class = np.empty(len(self.buffers.ids), int)
+        for k, (number, stacked) in enumerate(zip(self.variant.origin, self.variant.stacked, strict=True)):
+            group, dims = self.groups.place[int(number)]
+            dims = (WHOLE, *dims) if stacked else dims
+            self.buffer_class[k] = index.setdefault((self.var("group", group), dims), len(index))
+        self.classes = list(index)
+        self.fraction = [1.0 / shards(project(self.states[v], dims), self.mesh.sizes) for v, dims in self.classes]
+
+    def memory_row(self, position: int) -> MemoryRow:
+        """The row of a position: bytes of every buffer alive there, by variable and state."""
+        b = self.buffers
+        alive = (b.start <= position) & (b.end >= position)
+        by_class = np.bincount(self.buffer_class[alive], b.bytes_[alive], minlength=len(self.classes))
+        vectors: dict[int, np.ndarray] = {}
+        base = 0.0
+        for c in np.nonzero(by_class)[0]:
+            v, _ = self.classes[c]
+            vector = by_class[c] * self.fraction[c]
+            if len(vector) == 1:
+                base += float(vector[0])
+            else:
+                vectors[v] = vectors[v] + vector if v in vectors else vector
+        return MemoryRow(position, base, vectors)
+
+    def buffer_sizes(self, x: np.ndarray) -> np.ndarray:
+        """Bytes of each buffer on one device under solution ``x``."""
+        cut = np.array([self.fraction[c][x[v]] for c, (v, _) in enumerate(self.classes)])
+        return self.buffers.bytes_ * cut[self.buffer_class]
+
+    # -------------------------------------------------------------------------------------------------------------- compute
+
+    def _times_of(self, number: int) -> int:
+        node = self.values[number].producer
+        return self.groups.times[node.id] if node else 1
+
+    def again(self, node: int) -> int:
+        """How often a node runs in a step, recomputation included."""
+        return self.groups.times[node] + self.variant.extra.get(node, 0)
+
+    def _traffic(self) -> None:
+        b = self.buffers
+        times = np.array([self._times_of(int(n)) for n in self.variant.origin], float)
+        moved = b.bytes_ * (b.reads + b.written) * times
+        by_class = np.bincount(self.buffer_class, moved, minlength=len(self.classes))
+        for c, (v, _) in enumerate(self.classes):
+            if by_class[c]:
+                self.problem.add_unary("compute", v, traffic_seconds(by_class[c] * self.fraction[c], self.chip))
+
+    def _operation_compute(self) -> None:
+        count: dict[int, float] = defaultdict(float)
+        first: dict[int, Operation] = {}
+        for op in self.groups.operations:
+            v = self.var("operation", op.node.id)
+            count[v] += self.again(op.node.id)
+            first.setdefault(v, op)
+        for v, op in first.items():
+            seconds = operation_seconds(op, self.values, self.states[v], self.mesh.sizes, self.chip)
+            self.problem.add_unary("compute", v, count[v] * seconds)
+
+    # ------------------------------------------------------------------------------------------------------------- passages
+
+    def cached(self, key: tuple, make) -> np.ndarray:
+        """A table that does not depend on rematerialisation: variables are numbered alike in all models of a program and mesh."""
+        if key not in self.cache:
+            self.cache[key] = make()
+        return self.cache[key]
+
+    def resource_of(self, source: int, target: int, *, group: int) -> str:
+        """Prefetchable: a value known before the step (weights), or one that goes only to the update (gradients)."""
+        if self.overlaps and (source in self.program.known_early or target in self.program.late_only):
+            return "prefetch"
+        return "blocking"
+
+    def _edges(self) -> None:
+        count: dict[tuple, float] = defaultdict(float)
+        for e in self.groups.edges:
+            a, b = self.var("group", e.source), self.var("group", e.target)
+            resource = self.resource_of(e.value, e.result, group=e.target)
+            key = (a, b, e.dims, e.reduced, value_bytes(self.values[e.value]), value_bytes(self.values[e.result]), resource)
+            count[key] += e.times + self.variant.extra.get(e.node, 0)
+        for (a, b, dims, reduced, bytes_, result_bytes, resource), times in count.items():
+            table = self.cached(
+                ("edge", a, b, dims, reduced, bytes_, result_bytes),
+                lambda a=a, b=b, dims=dims, reduced=reduced, n=bytes_, m=result_bytes: self.edge_table(
+                    self.states[a], self.states[b], dims, reduced, n, m
+                ),
+            )
+            if table.any():
+                self.problem.add_pair(resource, a, b, times * table)
+
+    def edge_table(self, source, target, dims, reduced, bytes_: float, result_bytes: float) -> np.ndarray:
+        here, there, partial, sizes = edge_layout(source, target, dims, reduced, self.mesh.sizes)
+        table = passage_seconds(here, there, bytes_, self.mesh)
+        if partial.any():
+            local = result_bytes / sizes
+            unsplit = np.full_like(here, WHOLE)
+            for n in np.unique(local):
+                rows = local == n
+                table[rows] += passage_seconds(unsplit[rows], unsplit[:1], n, self.mesh, partial[rows])
+        return table
+
+    def _operands(self) -> None:
+        count: dict[tuple, float] = defaultdict(float)
+        for op in self.groups.operations:
+            v = self.var("operation", op.node.id)
+            for o in op.operands:
+                g = self.var("group", o.group)
+                resource = self.resource_of(o.value, -1, group=o.group)
+                count[g, v, tuple(d for d, _ in o.dims), factor_dims(op, o), value_bytes(self.values[o.value]), resource] += self.again(op.node.id)
+        for (g, v, dims, factors, bytes_, resource), times in count.items():
+            table = self.cached(
+                ("operand", g, v, dims, factors, bytes_),
+                lambda g=g, v=v, dims=dims, factors=factors, n=bytes_: passage_seconds(
+                    project(self.states[g], dims), project(self.states[v], factors), n, self.mesh
+                ),
+            )
+            if table.any():
+                self.problem.add_pair(resource, g, v, times * table)
+
+    def _results(self) -> None:
+        count: dict[tuple, float] = defaultdict(float)
+        for op in self.groups.operations:
+            v = self.var("operation", op.node.id)
+            for o in op.results:
+                g = self.var("group", o.group)
+                resource = self.resource_of(-1, o.value, group=o.group)
+                reduced = reduced_factors(op, o)
+                bytes_ = value_bytes(self.values[o.value])
+                count[v, g, factor_dims(op, o), tuple(d for d, _ in o.dims), reduced, bytes_, resource] += self.again(op.node.id)
+        for (v, g, factors, dims, reduced, bytes_, resource), times in count.items():
+            table = self.cached(
+                ("result", v, g, factors, dims, reduced, bytes_),
+                lambda v=v, g=g, factors=factors, dims=dims, reduced=reduced, n=bytes_: passage_seconds(
+                    project(self.states[v], factors),
+                    project(self.states[g], dims),
+                    n,
+                    self.mesh,
+                    np.isin(self.states[v], reduced) if reduced else None,
+                ),
+            )
+            if table.any():
+                self.problem.add_pair(resource, v, g, times * table)
+
+    # ------------------------------------------------------------------------------------------------------------- the way back
+
+    def state(self, x: np.ndarray, kind: str, number: int) -> np.ndarray:
+        v = self.var(kind, number)
+        return self.states[v][x[v]]
+
+    def position(self, x: np.ndarray, number: int) -> np.ndarray:
+        """Where a value's mesh axes lie: ``int8 [axes]`` over its dimensions."""
+        group, dims = self.groups.place[number]
+        return project(self.state(x, "group", group)[None], dims)[0]
+
+    def operand_position(self, x: np.ndarray, op: Operation, operand: Operand) -> np.ndarray:
+        return project(self.state(x, "operation", op.node.id)[None], factor_dims(op, operand))[0]
+
+    def collectives(self, x: np.ndarray) -> list[tuple[str, float, tuple[int, ...], float, float, str, int]]:
+        """(kind, bytes, axis indices, times, seconds of one, resource, node id) of every passage under ``x``."""
+        found = []
+        for e in self.groups.edges:
+            source, target = self.state(x, "group", e.source)[None], self.state(x, "group", e.target)[None]
+            found += self._edge_collectives(e, source, target)
+        for op in self.groups.operations:
+            for o in op.operands:
+                group = self.state(x, "group", o.group)[None]
+                here = project(group, tuple(d for d, _ in o.dims))[0]
+                steps = passage_collectives(here, self.operand_position(x, op, o), value_bytes(self.values[o.value]), self.mesh)
+                resource = self.resource_of(o.value, -1, group=o.group)
+                found += [(k, n, axes, self.again(op.node.id), s, resource, op.node.id) for k, n, axes, s in steps]
+            for o in op.results:
+                strategy = self.state(x, "operation", op.node.id)
+                partial = np.isin(strategy, reduced_factors(op, o))
+                there = project(self.state(x, "group", o.group)[None], tuple(d for d, _ in o.dims))[0]
+                bytes_ = value_bytes(self.values[o.value])
+                steps = passage_collectives(self.operand_position(x, op, o), there, bytes_, self.mesh, partial)
+                resource = self.resource_of(-1, o.value, group=o.group)
+                found += [(k, n, axes, self.again(op.node.id), s, resource, op.node.id) for k, n, axes, s in steps]
+        return found
+
+    def _edge_collectives(self, e: Edge, source: np.ndarray, target: np.ndarray) -> list:
+        here, there, partial, sizes = edge_layout(source, target, e.dims, e.reduced, self.mesh.sizes)
+        resource = self.resource_of(e.value, e.result, group=e.target)
+        steps = passage_collectives(here[0], there[0], value_bytes(self.values[e.value]), self.mesh)
+        if partial.any():
+            unsplit = np.full_like(here[0], WHOLE)
+            local = value_bytes(self.values[e.result]) / float(sizes[0])
+            steps += passage_collectives(unsplit, unsplit, local, self.mesh, partial[0])
+        times = e.times + self.variant.extra.get(e.node, 0)
+        return [(k, n, axes, times, s, resource, e.node) for k, n, axes, s in steps]
+
+
+def reduced_factors(op: Operation, result: Operand) -> list[int] | tuple[int, ...]:
+    """Indices of the factors that operands have and ``result`` has not."""
+    own = {f for _, f in result.dims}
+    return tuple(i for i, (f, _) in enumerate(op.factors) if f not in own and any(f == g for o in op.operands for _, g in o.dims))
+
+
+def edge_layout(source, target, dims, reduced, axis_sizes):
+    """An edge's array before and after: (positions [a, axes], positions [b, axes], partial axes [a, axes], pieces of the result [a]).
+
+    A dimension that is summed away keeps its axes on both sides: they turn into partial sums, not into a gather.
+    """
+    here = project(source, tuple(a for a, _ in dims))
+    there = project(target, tuple(b for _, b in dims))
+    partial = np.isin(source, reduced) if reduced else np.zeros(source.shape, bool)
+    summed = [i for i, (a, _) in enumerate(dims) if a in reduced and a != WHOLE]
+    split = shards(np.where(partial, WHOLE, source), axis_sizes)
+    if not summed:
+        return here, there, partial, split
+    return np.where(np.isin(here, summed), WHOLE, here), np.where(np.isin(there, summed), WHOLE, there), partial, split

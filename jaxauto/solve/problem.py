@@ -1,0 +1,96 @@
+"""The decisions as named arrays: no jax, no graph. Built by ``model.py``, solved by ``eliminate.py`` and ``milp.py``.
+
+Variables x_i ∈ {0 … sizes[i] − 1}: the state of a group, or the strategy of an operation.
+
+    minimise   T = max(C(x), P(x)) + K(x) + ε P(x)                                                    ``Problem.seconds``
+    where      R(x) = Σ_i unary_i[x_i] + Σ_ij pairs_ij[x_i, x_j]      for each resource R = C, P, K   ``Problem.resource``
+    subject to Σ_i rows_r,i[x_i] ≤ budget − base_r                    for each memory row r           ``MemoryRow``
+
+C: seconds of computation. P: seconds of communication that can be prefetched or deferred behind it (weight all-gathers, gradient
+reduce-scatters). K: seconds of communication that computation waits for. ε: hidden communication still takes HBM bandwidth and is never
+hidden whole. max(C, P) is the dual's μC + (1 − μ)P at the best μ ∈ [0, 1].
+A row is a position of the program that can be the memory peak.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+RESOURCES = ("compute", "prefetch", "blocking")
+HIDDEN_SHARE = 0.05  # ε, assumed
+
+
+@dataclass(eq=False)
+class MemoryRow:
+    """Bytes alive at one position: ``base + Σ_i vectors[i][x_i]``."""
+
+    position: int
+    base: float
+    vectors: dict[int, np.ndarray]
+
+    def bytes_at(self, x: np.ndarray) -> float:
+        return self.base + sum(float(v[x[i]]) for i, v in self.vectors.items())
+
+
+@dataclass(eq=False)
+class Problem:
+    """See the head of the file. ``unary[resource][i]`` is ``[sizes[i]]``; ``pairs[resource][i, j]``, i < j, is ``[sizes[i], sizes[j]]``."""
+
+    sizes: list[int]
+    unary: dict[str, dict[int, np.ndarray]]
+    pairs: dict[str, dict[tuple[int, int], np.ndarray]]
+    rows: list[MemoryRow] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls) -> Problem:
+        return cls([], {r: {} for r in RESOURCES}, {r: {} for r in RESOURCES})
+
+    def add_variable(self, size: int, name: str) -> int:
+        self.sizes.append(size)
+        self.names.append(name)
+        return len(self.sizes) - 1
+
+    def add_unary(self, resource: str, i: int, table: np.ndarray) -> None:
+        old = self.unary[resource].get(i)
+        self.unary[resource][i] = table.copy() if old is None else old + table
+
+    def add_pair(self, resource: str, i: int, j: int, table: np.ndarray) -> None:
+        """``table[x_i, x_j]``; i == j adds its diagonal."""
+        if i == j:
+            self.add_unary(resource, i, np.diagonal(table))
+            return
+        key, table = ((i, j), table) if i < j else ((j, i), table.T)
+        old = self.pairs[resource].get(key)
+        self.pairs[resource][key] = table.copy() if old is None else old + table
+
+    def resource(self, name: str, x: np.ndarray) -> float:
+        total = sum(float(t[x[i]]) for i, t in self.unary[name].items())
+        return total + sum(float(t[x[i], x[j]]) for (i, j), t in self.pairs[name].items())
+
+    def seconds(self, x: np.ndarray) -> float:
+        """T(x)."""
+        prefetch = self.resource("prefetch", x)
+        return max(self.resource("compute", x), prefetch) + self.resource("blocking", x) + HIDDEN_SHARE * prefetch
+
+    def bytes_peak(self, x: np.ndarray) -> float:
+        """The largest memory row."""
+        return max((row.bytes_at(x) for row in self.rows), default=0.0)
+
+    def priced(self, mu: float, prices: dict[int, float]) -> tuple[list[np.ndarray], dict[tuple[int, int], np.ndarray]]:
+        """Unary and pair tables of the Lagrangian μC + (1 − μ + ε)P + K + Σ_r prices[r] · bytes_r (its constant is left out)."""
+        weights = {"compute": mu, "prefetch": 1.0 - mu + HIDDEN_SHARE, "blocking": 1.0}
+        unary = [np.zeros(n) for n in self.sizes]
+        for resource, weight in weights.items():
+            for i, table in self.unary[resource].items():
+                unary[i] = unary[i] + weight * table
+        for r, price in prices.items():
+            for i, vector in self.rows[r].vectors.items():
+                unary[i] = unary[i] + price * vector
+        pairs: dict[tuple[int, int], np.ndarray] = {}
+        for resource, weight in weights.items():
+            for key, table in self.pairs[resource].items():
+                pairs[key] = pairs[key] + weight * table if key in pairs else weight * table
+        return unary, pairs

@@ -1,0 +1,281 @@
+"""Sharding and rematerialisation together, on one mesh.
+
+For each level of rematerialisation (``remat.py``) the sharding problem is solved under the memory budget; the best (level, sharding) is
+refined block by block by the chain's dynamic programme, and the sharding by a MILP over the states near it.
+
+Under a budget M with multipliers λ_r ≥ 0 on memory rows and μ ∈ [0, 1] on overlap, the dual                        ``_dual``
+
+    D(λ, μ) = min_x [ μC(x) + (1 − μ + ε)P(x) + K(x) + Σ_r λ_r (bytes_r(x) − M) ]  ≤  min { T(x) : bytes_r(x) ≤ M ∀ r }
+
+is one elimination (``eliminate.py``); its minimiser is a candidate, its value a lower bound. λ is raised until the candidate fits and
+then bisected; the rows are the peaks that candidates show (cutting planes). What gap is left goes to the MILP.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxauto.blocks import closure
+from jaxauto.core import MeshAxes
+from jaxauto.cost.fusion import live_bytes, value_bytes
+from jaxauto.solve.chain import Option, solve_chain
+from jaxauto.solve.eliminate import Elimination, eliminate, nearest
+from jaxauto.solve.milp import solve_milp
+from jaxauto.solve.model import Model, Program
+from jaxauto.solve.remat import Level, Remat, Variant
+from jaxauto.strategies import WHOLE, project, shards
+
+_BISECTIONS = 3
+_RAISES = 8
+_NEAR = 6  # states of each variable that the MILP may choose from
+_MU = (1.0, 0.5, 0.0)  # weights of compute against prefetching that the dual tries
+_GAP = 0.005  # relative gap under which no MILP is asked
+
+
+@dataclass(eq=False)
+class Candidate:
+    """One way to run the step on one mesh. ``seconds``: T(x); ``peak_bytes``: the largest live bytes of the program on one device."""
+
+    model: Model
+    x: np.ndarray
+    seconds: float
+    peak_bytes: float
+    level: int
+
+    @property
+    def variant(self) -> Variant:
+        return self.model.variant
+
+
+@dataclass(eq=False)
+class Found:
+    """The result of a search: the best candidate that fits (or None), the leanest seen, a lower bound on T, and what it took."""
+
+    best: Candidate | None
+    leanest: Candidate
+    bound: float
+    seconds_spent: dict[str, float] = field(default_factory=dict)
+    variables: int = 0
+    constraints: int = 0
+    status: str = "optimal"
+
+
+class Search:
+    """The search on one mesh; see the head of the file."""
+
+    def __init__(
+        self, program: Program, remat: Remat, mesh: MeshAxes, chip: Any, allowed: Mapping[int, np.ndarray], deadline: float
+    ):
+        self.program, self.remat, self.mesh, self.chip = program, remat, mesh, chip
+        self.allowed, self.deadline = allowed, deadline
+        self.cache: dict = {}
+        self.bounds: dict[int, float] = {}
+        self.price: float | None = None  # of memory, seconds per byte: where the level before ended
+
+    def run(self, budget_bytes: float, levels: list[Level]) -> Found:
+        """Search all ``levels`` under ``budget_bytes``; level 0 alone if it fits without pressure."""
+        started = time.monotonic()
+        best: Candidate | None = None
+        leanest: Candidate | None = None
+        for number, level in enumerate(levels):
+            for candidate in self.level(number, level, budget_bytes):
+                if leanest is None or candidate.peak_bytes < leanest.peak_bytes:
+                    leanest = candidate
+                if candidate.peak_bytes <= budget_bytes and (best is None or candidate.seconds < best.seconds):
+                    best = candidate
+            if (best is not None and best.level == 0) or self._out_of_time():
+                break
+        assert leanest is not None
+        found = Found(best, leanest, min(self.bounds.values()), {"search": time.monotonic() - started})
+        if best is not None:
+            self._refine(found, budget_bytes)
+        found.variables = max(found.variables, sum(leanest.model.problem.sizes))
+        return found
+
+    def level(self, number: int, level: Level, budget_bytes: float) -> list[Candidate]:
+        """Candidates of one level: without pressure, then under rising and bisected prices of memory."""
+        model = self.model(self.remat.variant(level.kept))
+        free = self._unpriced(model, number)
+        if free.peak_bytes <= budget_bytes:
+            return [free]
+        lean = self._lean(model, number)
+        found = [free, lean]
+        if lean.peak_bytes > budget_bytes or self._out_of_time():
+            return found
+        low, high = 0.0, self.price or free.seconds / budget_bytes
+        for _ in range(_RAISES):
+            found.append(self._priced(model, number, high, budget_bytes))
+            if found[-1].peak_bytes <= budget_bytes or self._out_of_time():
+                break
+            low, high = high, high * 8
+        for _ in range(_BISECTIONS):
+            if self._out_of_time():
+                break
+            middle = math.sqrt(low * high) if low else high / 8
+            found.append(self._priced(model, number, middle, budget_bytes))
+            low, high = (low, middle) if found[-1].peak_bytes <= budget_bytes else (middle, high)
+        self.price = high
+        return found
+
+    def _lean(self, model: Model, level: int) -> Candidate:
+        """The least memory of a level: each row is a sum over variables, so each takes its smallest state; new peaks join as rows."""
+        best: Candidate | None = None
+        for _ in range(4):
+            total = [np.zeros(n) for n in model.problem.sizes]
+            for row in model.problem.rows:
+                for i, vector in row.vectors.items():
+                    total[i] = total[i] + vector
+            x = np.array([int(t.argmin()) for t in total])
+            found = self.candidate(model, x, level)
+            if best is not None and found.peak_bytes >= best.peak_bytes:
+                break
+            best = found
+        assert best is not None
+        return best
+
+    def model(self, variant: Variant) -> Model:
+        return Model(self.program, variant, self.mesh, self.chip, self.allowed, self.cache)
+
+    def candidate(self, model: Model, x: np.ndarray, level: int) -> Candidate:
+        live = timeline(model, x)
+        self._add_row(model, int(live.argmax()))
+        return Candidate(model, x, model.problem.seconds(x), float(live.max()), level)
+
+    def _add_row(self, model: Model, position: int) -> None:
+        if all(row.position != position for row in model.problem.rows):
+            model.problem.rows.append(model.memory_row(position))
+
+    def _out_of_time(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    def _unpriced(self, model: Model, level: int) -> Candidate:
+        """No memory pressure. μ = 1 hides all prefetching; where that is too kind, smaller μ charges for it."""
+        best: Candidate | None = None
+        bound = -math.inf
+        for mu in _MU:
+            answer = eliminate(*model.problem.priced(mu, {}))
+            bound = max(bound, answer.bound)
+            found = self.candidate(model, answer.x, level)
+            if best is None or found.seconds < best.seconds:
+                best = found
+            hidden = model.problem.resource("prefetch", answer.x) <= model.problem.resource("compute", answer.x)
+            if hidden or best.seconds <= bound * (1 + 1e-3):
+                break
+        assert best is not None
+        self.bounds[level] = max(bound, self.bounds.get(level, -math.inf))
+        return best
+
+    def _priced(self, model: Model, level: int, price: float, budget_bytes: float) -> Candidate:
+        rows = range(len(model.problem.rows))
+        prices = {r: price / len(model.problem.rows) for r in rows}
+        answer = eliminate(*model.problem.priced(_MU[0], prices))
+        self.bounds[level] = max(self.bounds.get(level, -math.inf), _dual(model, answer, prices, budget_bytes))
+        return self.candidate(model, answer.x, level)
+
+    # ------------------------------------------------------------------------------------------------------------- refining
+
+    def _refine(self, found: Found, budget_bytes: float) -> None:
+        assert found.best is not None
+        started = time.monotonic()
+        mixed = self._mix(found.best, budget_bytes)
+        if mixed is not None and mixed.seconds < found.best.seconds:
+            found.best = mixed
+        found.seconds_spent["chain"] = time.monotonic() - started
+        gap = 1 - found.bound / found.best.seconds
+        left = self.deadline - time.monotonic()
+        if gap <= _GAP or left < 1:
+            return
+        started = time.monotonic()
+        self._milp(found, budget_bytes, min(left, 10.0))
+        found.seconds_spent["milp"] = time.monotonic() - started
+
+    def _milp(self, found: Found, budget_bytes: float, seconds: float) -> None:
+        best = found.best
+        assert best is not None
+        problem = best.model.problem
+        for _ in range(2):
+            answer = solve_milp(problem, budget_bytes, near(problem, best.x, _NEAR), seconds / 2)
+            found.variables, found.constraints, found.status = answer.variables, answer.constraints, answer.status.value
+            if answer.x is None:
+                return
+            better = self.candidate(best.model, answer.x, best.level)
+            if better.peak_bytes <= budget_bytes:
+                if better.seconds < best.seconds:
+                    found.best = better
+                return
+
+    def _mix(self, best: Candidate, budget_bytes: float) -> Candidate | None:
+        """Let each block keep as much as the budget allows, by the chain's dynamic programme."""
+        if best.level == 0 or not self.remat.blocks:
+            return None
+        levels = self.remat.levels()
+        options = [[self._option(best, b, level) for level in levels] for b in range(len(self.remat.blocks))]
+        chosen = levels.index(next(lv for lv in levels if lv.kept == best.variant.kept)) if best.level < len(levels) else 0
+        held = sum(o[chosen].kept_bytes for o in options) + max(o[chosen].peak_bytes for o in options)
+        room = budget_bytes - best.peak_bytes + held
+        winner = None
+        for _ in range(4):
+            answer = solve_chain(options, room)
+            if answer is None:
+                break
+            kept = tuple(levels[c].kept[b] for b, c in enumerate(answer.choice))
+            mixed = self.candidate(self.model(self.remat.variant(kept)), best.x, best.level)
+            if mixed.peak_bytes <= budget_bytes:
+                winner = mixed
+                break
+            room -= mixed.peak_bytes - budget_bytes
+        return winner
+
+    def _option(self, best: Candidate, b: int, level: Level) -> Option:
+        """What a block costs under a level, with the shardings of ``best``."""
+        block, keep = self.remat.blocks[b], level.kept[b]
+        values = self.remat.graph.values
+        nodes, _ = closure(block, keep) if keep is not None else ((), ())
+        held = keep if keep is not None else frozenset(block.residuals)
+        size = {v: value_bytes(values[v]) / self._pieces(best, v) for v in {*held, *block.residuals}}
+        seconds = sum(
+            self.remat.node_seconds(n) / max(self._pieces(best, n.outputs[0]), 1.0) * block.count for n in nodes if n.id in self.remat.operations
+        )
+        again = sum(size[v] for v in block.residuals if v not in held)
+        return Option(sum(size[v] for v in held) * block.count, again, seconds, block.name)
+
+    def _pieces(self, candidate: Candidate, number: int) -> float:
+        return float(shards(candidate.model.position(candidate.x, number)[None], self.mesh.sizes)[0])
+
+
+def _dual(model: Model, answer: Elimination, prices: Mapping[int, float], budget_bytes: float) -> float:
+    rows = model.problem.rows
+    return answer.bound + sum(price * (rows[r].base - budget_bytes) for r, price in prices.items())
+
+
+def near(problem, x: np.ndarray, count: int) -> list[np.ndarray]:
+    """States for the MILP: those that cost least in time and memory next to ``x``, and the leanest."""
+    prices = {r: problem.seconds(x) / max(row.bytes_at(x), 1.0) for r, row in enumerate(problem.rows)}
+    chosen = nearest(*problem.priced(_MU[0], prices), x, count)
+    for row in problem.rows:
+        for i, vector in row.vectors.items():
+            chosen[i] = np.union1d(chosen[i], np.argsort(vector, kind="stable")[:2])
+    return chosen
+
+
+def timeline(model: Model, x: np.ndarray) -> np.ndarray:
+    """Live bytes of one device at each position of the program: buffers, and arrays resharded for one operation."""
+    live = live_bytes(model.buffers, model.buffer_sizes(x))
+    for op in model.groups.operations:
+        at = model.buffers.position.get(op.node.id)
+        if at is None:
+            continue
+        for o in op.operands:
+            here = project(model.state(x, "group", o.group)[None], tuple(d for d, _ in o.dims))[0]
+            there = model.operand_position(x, op, o)
+            if ((here != there) & (here != WHOLE)).any():
+                live[at] += value_bytes(model.values[o.value]) / float(shards(there[None], model.mesh.sizes)[0])
+    return live
+
+

@@ -1,0 +1,147 @@
+"""What a chip is: named numbers, each with its unit, its source, and whether it was published, fitted to measurements, or assumed.
+
+All numbers are for one *device* as JAX counts them. On most chips that is the chip; a tpu7x chip shows up as two devices, so its
+figures are half of the chip's. GB is 1e9 bytes, GiB is 2**30; peaks are dense (no structured sparsity).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Number:
+    """One figure and where it comes from."""
+
+    value: float
+    unit: str
+    source: str
+    origin: Literal["datasheet", "fitted", "assumed"] = "datasheet"
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What the cost model knows of one kind of device.
+
+    Attributes:
+      name: as written in a target, ``"v5p"``.
+      platform: ``"tpu" | "gpu" | "cpu"``, as ``jax.Device.platform``.
+      device_kind: how ``jax.Device.device_kind`` begins, in lower case; several spellings.
+      dims: dimensions of a topology: 2 or 3 for a torus, 1 or 2 for GPUs (nodes, GPUs of a node).
+      max_topology: the largest slice that can be asked for (GPUs: GPUs in one NVLink domain).
+      devices_per_chip: how many JAX devices one chip is.
+      wrap: when an axis closes into a ring: ``"16"`` (its length is 16), ``"cubes"`` (all sides multiples of 4), ``"switch"`` (always).
+      tile: the two minor dimensions of an array are padded to multiples of this; None: no padding.
+      peaks: matrix-unit peak by dtype name, flop/s.
+      numbers: the rest, by the names of the properties below.
+    """
+
+    name: str
+    platform: Literal["tpu", "gpu", "cpu"]
+    device_kind: tuple[str, ...]
+    dims: int
+    max_topology: tuple[int, ...]
+    wrap: Literal["16", "cubes", "switch"]
+    peaks: Mapping[str, Number] = field(compare=False, repr=False)
+    numbers: Mapping[str, Number] = field(compare=False, repr=False)
+    devices_per_chip: int = 1
+    tile: tuple[int, int] | None = None
+
+    def peak_flops(self, dtype: Any) -> float:
+        """Peak of the matrix unit, flop/s, for operands of this dtype (numpy dtype or name).
+
+        A dtype without a figure of its own runs at the rate of the next one that the hardware has: fp8 and float16 as bfloat16,
+        bfloat16 as float32, any integer as int8 or bfloat16, float64 at a fraction of float32.
+        """
+        name = _dtype_name(dtype)
+        for candidate in _FALLBACK.get(name, (name, "bfloat16", "float32")):
+            if candidate in self.peaks:
+                scale = 1 / 16 if name in ("float64", "complex128") and candidate != name else 1.0
+                return self.peaks[candidate].value * scale
+        raise KeyError(f"chip {self.name} has no peak for {name}")
+
+    def _value(self, name: str) -> float:
+        return self.numbers[name].value
+
+    @property
+    def hbm_bytes(self) -> float:
+        """Bytes a program may use on one device: what the compiler allows, not what is soldered on."""
+        return self._value("hbm_bytes")
+
+    @property
+    def hbm_bandwidth(self) -> float:
+        """Bytes/s between memory and compute units, one device."""
+        return self._value("hbm_bandwidth")
+
+    @property
+    def vector_flops(self) -> float:
+        """float32 flop/s outside the matrix unit (TPU: VPU; GPU: CUDA cores)."""
+        return self._value("vector_flops")
+
+    @property
+    def link_bandwidth(self) -> float:
+        """Bytes/s one-way that can be reached: one torus link, or all NVLinks of a GPU."""
+        return self._value("link_bandwidth")
+
+    @property
+    def hop_latency(self) -> float:
+        """Seconds for one hop (torus) or one step of a ring (NVLink, shared memory)."""
+        return self._value("hop_latency")
+
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes/s one-way between one device and host memory (PCIe)."""
+        return self._value("host_bandwidth")
+
+    @property
+    def network_bandwidth(self) -> float:
+        """Bytes/s one-way for each device over the data-centre network."""
+        return self._value("network_bandwidth")
+
+    @property
+    def flops_efficiency(self) -> float:
+        """Fraction of the peak that a big matmul reaches."""
+        return self._value("flops_efficiency")
+
+    @property
+    def bandwidth_efficiency(self) -> float:
+        """Fraction of the HBM bandwidth that a big copy reaches."""
+        return self._value("bandwidth_efficiency")
+
+    @property
+    def clock_hz(self) -> float:
+        """Cycles/s, to turn the compiler's estimated cycles into seconds."""
+        return self._value("clock_ghz") * 1e9
+
+
+_FP8 = ("float8_e4m3fn", "bfloat16", "float32")
+_FALLBACK = {
+    "bfloat16": ("bfloat16", "float32"),
+    "float16": ("float16", "bfloat16", "float32"),
+    "float32": ("float32", "bfloat16"),
+    "float64": ("float64", "float32", "bfloat16"),
+    "complex64": ("float32", "bfloat16"),
+    "complex128": ("float64", "float32", "bfloat16"),
+    "int4": ("int4", "int8", "bfloat16", "float32"),
+    "uint4": ("int4", "int8", "bfloat16", "float32"),
+    "int8": ("int8", "bfloat16", "float32"),
+    "uint8": ("int8", "bfloat16", "float32"),
+    "float4_e2m1fn": ("float4_e2m1fn", *_FP8),
+    **{f"float8_{kind}": _FP8 for kind in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")},
+}
+_SHORT = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "fp8": "float8_e4m3fn", "s8": "int8"}
+
+
+def _dtype_name(dtype: Any) -> str:
+    if isinstance(dtype, str):
+        return _SHORT.get(dtype, dtype)
+    try:
+        return np.dtype(dtype).name
+    except TypeError:  # extended dtypes such as keys
+        return str(dtype)

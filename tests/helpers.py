@@ -1,0 +1,108 @@
+"""The lists that tests are products of (adding to a list adds tests everywhere), and the comparison of a sharded run with a plain one."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from zoo import STEPS
+
+__all__ = ["MESHES", "SMOKE_STEPS", "STEPS", "TOLERANCES", "assert_same_training", "copy_args", "next_args", "tolerance_of"]
+
+MESHES = {
+    "data8": {"data": 8},
+    "data4_model2": {"data": 4, "model": 2},
+    "data2_model4": {"data": 2, "model": 4},
+    "model8": {"model": 8},
+}
+
+SMOKE_STEPS = ("mlp_sgd", "transformer_scan", "linen_transformer_loop", "nnx_split_merge", "adamw_clip_schedule", "dropout_new_key")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """``|a - b| <= relative * |b| + of_largest * max |b|`` for every element of a leaf."""
+
+    relative: float
+    of_largest: float
+
+
+# By the coarsest floating-point type in the program: reassociation errs by some units in the last place of that type, and a few steps of
+# training carry it on. Measured on the zoo with arguments sharded by hand: see test_zoo.py.
+TOLERANCES = {
+    "float32": Tolerance(relative=1e-4, of_largest=5e-5),
+    "bfloat16": Tolerance(relative=2e-2, of_largest=5e-3),
+    "float16": Tolerance(relative=4e-3, of_largest=1e-3),
+}
+
+
+def tolerance_of(step, args) -> Tolerance:
+    """The tolerance of the coarsest floating-point type that the step computes in."""
+    found = set(re.findall(r"\b(bf16|f16)\[", str(jax.make_jaxpr(step)(*args))))
+    coarsest = "bfloat16" if "bf16" in found else "float16" if found else "float32"
+    return TOLERANCES[coarsest]
+
+
+def copy_args(args):
+    """Fresh arrays, so that a step that donates its arguments leaves the originals alone."""
+    return jax.tree.map(lambda leaf: jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf, args)
+
+
+def next_args(args, outputs):
+    """Every result but the last replaces the leading argument at its place."""
+    state = outputs[:-1]
+    return (*state, *args[len(state) :])
+
+
+def assert_same_training(step, args, sharded_step, steps=3, tolerance=None):
+    """Runs both for some steps, each on its own results, and compares the loss and every leaf of every result.
+
+    Args:
+      step: the step as written; it runs under jax.jit on one device.
+      args: its arguments; they are copied, so either may donate.
+      sharded_step: called the same way.
+      steps: how many steps.
+      tolerance: default: ``tolerance_of(step, args)``. Integers, booleans and keys must be equal.
+
+    Returns:
+      The losses of the plain run.
+    """
+    tolerance = tolerance or tolerance_of(step, args)
+    plain = jax.jit(step)
+    expected_args, actual_args = copy_args(args), copy_args(args)
+    losses = []
+    for number in range(steps):
+        expected, actual = plain(*expected_args), sharded_step(*actual_args)
+        assert_same_leaves(expected, actual, tolerance, f"step {number}")
+        expected_args, actual_args = next_args(expected_args, expected), next_args(actual_args, actual)
+        losses.append(float(expected[-1]["loss"]))
+    return losses
+
+
+def assert_same_leaves(expected, actual, tolerance, when):
+    expected_leaves, expected_tree = jax.tree_util.tree_flatten_with_path(expected)
+    actual_leaves, actual_tree = jax.tree_util.tree_flatten_with_path(actual)
+    assert actual_tree == expected_tree, f"{when}: results differ in structure: {actual_tree} instead of {expected_tree}"
+    for (path, want), (_, got) in zip(expected_leaves, actual_leaves, strict=True):
+        where = f"{when}, result {jax.tree_util.keystr(path)}"
+        assert got.shape == want.shape and got.dtype == want.dtype, f"{where}: {got.dtype}{got.shape} instead of {want.dtype}{want.shape}"
+        assert_same_array(host(want), host(got), tolerance, where)
+
+
+def host(leaf):
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)
+
+
+def assert_same_array(want, got, tolerance, where):
+    if not jnp.issubdtype(want.dtype, jnp.floating):
+        np.testing.assert_array_equal(got, want, err_msg=where)
+        return
+    want, got = want.astype(np.float64), got.astype(np.float64)
+    assert np.isfinite(want).all(), f"{where}: the plain step's own result is not finite"
+    largest = np.abs(want).max(initial=0.0)
+    np.testing.assert_allclose(got, want, rtol=tolerance.relative, atol=tolerance.of_largest * largest, err_msg=where)

@@ -1,0 +1,124 @@
+"""The evaluator of a graph is the function it was traced from, bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxauto.graph import build
+from jaxauto.rewrite.evaluate import evaluator, jaxpr_of
+from jaxauto.trace import trace
+
+X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
+W = jnp.cos(jnp.arange(16.0)).reshape(4, 4)
+
+
+@jax.custom_vjp
+def doubled_gradient(x):
+    return jnp.sin(x)
+
+
+doubled_gradient.defvjp(lambda x: (jnp.sin(x), jnp.cos(x)), lambda r, g: (2 * r * g,))
+
+
+@jax.custom_jvp
+def clipped(x):
+    return jnp.clip(x, -0.5, 0.5)
+
+
+clipped.defjvp(lambda primals, tangents: (clipped(*primals), tangents[0]))
+
+
+def with_scan(x, w):
+    return lax.scan(lambda c, row: (jnp.tanh(c @ w) + row, c.sum()), x, jnp.stack([x, 2 * x]), reverse=True)
+
+
+def with_consts_only_scan(x, w):
+    return lax.scan(lambda c, _: (c @ w, None), x, None, length=3)[0]
+
+
+def with_while(x, w):
+    return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, jnp.tanh(s[1] @ w)), (0, x))[1]
+
+
+def with_cond(x, w):
+    return lax.cond(x.sum() > 0, lambda a: a @ w, lambda a: a - 1.0, x), lax.switch(2, [jnp.sin, jnp.cos, jnp.tan], x)
+
+
+def with_nested_jit(x, w):
+    return jax.jit(lambda a: jax.jit(jnp.tanh)(a @ w) + jnp.asarray(np.arange(4.0, dtype=np.float32)))(x)
+
+
+def with_keys(x, w):
+    key = jax.random.key(3)
+    first, second = jax.random.split(key)
+    rows = lax.map(lambda k: jax.random.normal(k, (2,)), jax.random.split(first, 3))
+    return x + jax.random.normal(second, x.shape), rows, jax.random.fold_in(key, 1)
+
+
+def with_old_keys(x, w):
+    return x * jax.random.bernoulli(jax.random.PRNGKey(0), 0.5, x.shape)
+
+
+def with_literals(x, w):
+    return lax.fori_loop(0, 3, lambda i, c: c + i * 0.5, x), jnp.float32(1), x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+
+
+def gradient_of(f):
+    def loss(x, w):
+        return sum(jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in jax.tree.leaves(f(x, w)))
+
+    return jax.value_and_grad(loss, argnums=(0, 1))
+
+
+FUNCTIONS = {
+    "scan": with_scan,
+    "scan without xs": with_consts_only_scan,
+    "while": with_while,
+    "cond and switch": with_cond,
+    "nested jit": with_nested_jit,
+    "keys": with_keys,
+    "old keys": with_old_keys,
+    "literals": with_literals,
+    "gradient of scan": gradient_of(with_scan),
+    "gradient of scan without xs": gradient_of(with_consts_only_scan),
+    "gradient of cond": gradient_of(with_cond),
+    "gradient of nested jit": gradient_of(with_nested_jit),
+    "gradient of custom_vjp": gradient_of(lambda x, w: doubled_gradient(x @ w)),
+    "gradient of custom_jvp": gradient_of(lambda x, w: clipped(x @ w)),
+    "gradient of checkpoint": gradient_of(jax.checkpoint(lambda x, w: jnp.sin(jnp.tanh(x @ w)))),
+    "gradient of checkpoint in scan": gradient_of(
+        lambda x, w: lax.scan(lambda c, _: (jax.checkpoint(lambda a: jnp.tanh(a @ w))(c), None), x, None, length=3)[0]
+    ),
+}
+
+
+def words(leaf):
+    return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_evaluator_equals_the_function_bit_for_bit(name):
+    function = FUNCTIONS[name]
+    graph = build(trace(function, (X, W)).jaxpr)
+    expected = jax.tree.leaves(jax.jit(function)(X, W))
+    actual = jax.jit(evaluator(graph))(X, W)
+    assert len(actual) == len(expected)
+    for want, got in zip(expected, actual, strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(words(got), words(want))
+    assert [v.aval.shape for v in jaxpr_of(graph).jaxpr.outvars] == [want.shape for want in expected]
+
+
+def test_constrain_sees_every_value_once_and_can_change_it():
+    graph = build(trace(lambda x, w: jnp.sin(x) @ w, (X, W)).jaxpr)
+    seen = []
+
+    def constrain(number, array):
+        seen.append(number)
+        return array * 2 if graph.values[number].producer is not None and graph.values[number].producer.prim == "sin" else array
+
+    (actual,) = evaluator(graph, constrain)(X, W)
+    np.testing.assert_array_equal(actual, (2 * jnp.sin(X)) @ W)
+    assert sorted(seen) == sorted(graph.values)

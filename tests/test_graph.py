@@ -1,0 +1,76 @@
+"""jaxpr → Graph."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from zoo import STEPS
+
+from jaxauto.core import LinkKind
+from jaxauto.graph import build, multiplicity, walk
+from jaxauto.trace import trace
+
+X, W = jnp.ones((2, 4)), jnp.ones((3, 4, 4))
+
+
+def graph_of(function, *args):
+    return build(trace(function, args).jaxpr)
+
+
+def layers(x, w):
+    return lax.scan(lambda c, kernel: (jnp.tanh(c @ kernel), c.sum()), x, w)
+
+
+def test_calls_are_inlined():
+    graph = graph_of(jax.jit(lambda x: jax.jit(jnp.sin)(x) * 2), X)
+    assert [node.prim for node in graph.nodes] == ["sin", "mul"]
+
+
+def test_scan_is_a_node_with_a_body_and_links():
+    graph = graph_of(layers, X, W)
+    (scan,) = (node for node in graph.nodes if node.prim == "scan")
+    assert (scan.num_consts, scan.num_carry, scan.trips, scan.reverse) == (0, 1, 3, False)
+    kinds = [link.kind for link in scan.links]
+    assert kinds == [LinkKind.INIT, LinkKind.XS, LinkKind.CARRY, LinkKind.FINAL, LinkKind.YS]
+    for link in scan.links:
+        extra = link.kind in (LinkKind.XS, LinkKind.YS)
+        source, target = graph.values[link.source], graph.values[link.target]
+        assert abs(len(source.shape) - len(target.shape)) == extra
+
+
+def test_multiplicity_multiplies_nested_trips():
+    graph = graph_of(lambda x, w: lax.scan(lambda c, _: (layers(c, w)[0], None), x, None, length=5)[0], X, W)
+    times = multiplicity(graph)
+    assert {node.prim: times[node.id] for node in walk(graph)}["tanh"] == 15
+
+
+def test_backward_nodes_are_marked():
+    graph = graph_of(jax.grad(lambda x: jnp.tanh(x).sum()), X)
+    assert not next(node for node in graph.nodes if node.prim == "tanh").backward
+    assert graph.nodes[-1].backward
+
+
+def test_checkpoint_region_begins_with_a_barrier():
+    graph = graph_of(jax.grad(lambda x: jax.checkpoint(lambda a: jnp.sin(jnp.sin(a)))(x).sum()), X)
+    barrier = next(node for node in graph.nodes if node.prim == "optimization_barrier")
+    assert barrier.backward
+    again = [node for node in graph.nodes if node.prim == "sin" and node.id > barrier.id]
+    assert again
+    assert again[0].inputs[0] in barrier.outputs
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_producers_and_users_agree_with_the_nodes(name):
+    step, args = STEPS[name]()
+    graph = graph_of(step, *args)
+    users = {number: [] for number in graph.values}
+    seen = set()
+    for node in walk(graph):
+        for x in node.inputs:
+            if isinstance(x, int):
+                users[x].append(node)
+        for out in node.outputs:
+            assert out not in seen
+            seen.add(out)
+            assert graph.values[out].producer is node
+    assert all(value.users == users[number] for number, value in graph.values.items())
