@@ -16,6 +16,7 @@ from jaxauto.errors import (
     UnknownPrimitiveWarning,
 )
 from jaxauto.plan import Plan
+from jaxauto.profile import profile
 from jaxauto.rules import register_rule
 from jaxauto.targets import Target, targets
 
@@ -35,6 +36,7 @@ __all__ = [
     "UnknownPrimitiveWarning",
     "auto_shard",
     "plan",
+    "profile",
     "register_rule",
     "targets",
 ]

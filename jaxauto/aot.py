@@ -127,6 +127,7 @@ def compile_step(
     mesh_shape: Sequence[int],
     axis_names: Sequence[str],
     timeout: float = 600.0,
+    memory_limit_bytes: float | None = None,
     options: Mapping[str, str | bool | int] | None = None,
 ) -> Compiled:
     """Compiles a step for a target, whatever devices there are here.
@@ -142,6 +143,8 @@ def compile_step(
       mesh_shape: sizes of the mesh axes; their product is the target's number of devices.
       axis_names: names of the mesh axes.
       timeout: seconds to wait for the compiler.
+      memory_limit_bytes: what the compiler may use of a device (whole MiB); None: all the chip has. Only the TPU compiler knows such a
+        limit, and it plans for it: with room to spare it may take much more memory than it needs. For others compare ``device_bytes``.
       options: XLA options by name, for example ``{"xla_tpu_enable_latency_hiding_scheduler": True}``.
 
     Returns:
@@ -155,7 +158,7 @@ def compile_step(
     require_compiler(target)
     target.axis_links(mesh_shape)
     module = lower_step(make_fun, args, in_shardings, out_shardings, donate_argnums, target, mesh_shape, axis_names)
-    return compile_module(module, target, mesh_shape, timeout, options)
+    return compile_module(module, target, mesh_shape, timeout, memory_limit_bytes, options)
 
 
 def compile_module(
@@ -163,11 +166,15 @@ def compile_module(
     target: Target,
     mesh_shape: Sequence[int],
     timeout: float = 600.0,
+    memory_limit_bytes: float | None = None,
     options: Mapping[str, str | bool | int] | None = None,
 ) -> Compiled:
     """Compiles StableHLO text that was lowered for a mesh of ``mesh_shape``; the rest as ``compile_step``."""
     compiler = require_compiler(target)
-    request = {"target": target.name, "mesh_shape": tuple(mesh_shape), "module": module, "options": dict(options or {})}
+    chosen = dict(options or {})
+    if memory_limit_bytes is not None and target.chip.platform == "tpu":
+        chosen["xla_tpu_max_hbm_size_mib"] = str(int(memory_limit_bytes // 2**20))
+    request = {"target": target.name, "mesh_shape": tuple(mesh_shape), "module": module, "options": chosen}
     answer = _worker_for(target).ask(request, timeout)
     if "error" in answer:
         raise _failure(answer["error"], target)

@@ -152,8 +152,8 @@ def compile_stablehlo(module: str, devices: list, options: dict) -> tuple[str, A
     import numpy as np
     from jax._src import compiler
     from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client
-    from jax._src.lib.mlir import ir
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 
     compile_options = compiler.get_compile_options(
         num_replicas=1,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,6 +84,7 @@ class OpRule:
         return _parse_spec(self.spec)[1]
 
 
+@functools.lru_cache(maxsize=65536)
 def _parse_spec(spec: str):
     left, arrow, right = spec.partition("->")
     if not arrow:
@@ -256,11 +258,15 @@ class Estimate:
 
 @dataclass(frozen=True)
 class MeshAxes:
-    """A mesh as the cost model sees it: names, sizes, and what each axis communicates over."""
+    """A mesh as the cost model sees it: names, sizes, and what each axis communicates over.
+
+    ``scatters``: the compiler has a reduce-scatter; XLA:CPU has none, it reduces whole and cuts.
+    """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     links: tuple[AxisLink, ...]
+    scatters: bool = True
 
     @property
     def num_devices(self) -> int:

@@ -204,6 +204,8 @@ class _Grouping:
 
     def follow(self, node: Node, rule: OpRule) -> None:
         """Results join the group of the widest operand they share factors with; other operands unite or pass on an edge."""
+        if not node.outputs:
+            return
         operands = [(k, x) for k, x in enumerate(node.inputs) if not isinstance(x, Literal) and self.values[x].shape]
         for number, spec in zip(node.outputs, rule.results, strict=True):
             self.fresh(number)

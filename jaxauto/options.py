@@ -71,7 +71,7 @@ def mesh_axes(shape: Mapping[str, int], target: Target) -> MeshAxes:
         links = part.axis_links(sizes)
     except TargetError:  # a shape that the topology does not know: neighbours over one link each
         links = tuple(AxisLink(target.chip.link_bandwidth, target.chip.hop_latency, wraps=False) for _ in sizes)
-    return MeshAxes(tuple(shape), sizes, links)
+    return MeshAxes(tuple(shape), sizes, links, scatters=target.chip.platform != "cpu")
 
 
 def device_mesh(axes: MeshAxes, mesh: Any, target: Target, here: bool) -> Any:

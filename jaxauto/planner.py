@@ -75,6 +75,7 @@ class Solved:
     levels: list[Level]
     found: Found
     meshes: Mapping[str, float]
+    options: Options
 
 
 def make_plan(fun: Callable, args: tuple, kwargs: dict, options: Options) -> Plan:
@@ -152,7 +153,7 @@ def solve(step: Step, target: Target, budget: float, options: Options, progress:
     mesh, found = min(fitting, key=lambda r: r[1].best.seconds)  # type: ignore[union-attr]
     seconds = {"x".join(map(str, m.sizes)): (f.best.seconds if f.best else float("inf")) for m, f in results}
     found.seconds_spent["all meshes"] = time.monotonic() - started
-    solved = Solved(step, target, remat, levels, found, seconds)
+    solved = Solved(step, target, remat, levels, found, seconds, options)
     assert found.best is not None
     return build_plan(solved, found.best, budget, options)
 

@@ -68,7 +68,7 @@ def trace(fun: Callable, args: tuple, kwargs: dict | None = None, donate_argnums
     closed = compat.dead_code_eliminated(traced)
     opened, _ = compat.open_jaxpr(closed)
     out_avals = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in opened.outvars)
-    pairs = _pair_state(args, in_tree, out_tree, in_avals, out_avals, in_paths, out_paths)
+    pairs = _pair_state(args, out_tree, in_avals, out_avals, in_paths, out_paths)
     donated = _donation(args, kwargs, pairs, donate_argnums)
     return Traced(closed, in_paths, out_paths, in_avals, out_avals, in_tree, out_tree, pairs, donated)
 
@@ -115,36 +115,32 @@ def _trace_message(fun: Callable, error: Exception, in_paths, in_avals) -> str:
 # ---------------------------------------------------------------------------------------------- state in ↔ state out
 
 
-def _pair_state(args, in_tree, out_tree, in_avals, out_avals, in_paths, out_paths) -> tuple[tuple[int, int], ...]:
-    """Pair subtrees of the outputs with arguments of the same structure and avals, in order; each is used once.
+def _pair_state(args, out_tree, in_avals, out_avals, in_paths, out_paths) -> tuple[tuple[int, int], ...]:
+    """Pair whole arguments with subtrees of the result that have the same structure and avals; each is used once, by name first.
 
-    A whole argument is matched with an output subtree; a lone array is matched only if it is not a scalar (a learning rate and a loss
-    look alike), and by name first.
+    A lone array is matched only with the result at its own position (labels and predictions, a learning rate and a loss, look alike).
     """
-    in_groups = _subtrees(in_tree, depth=3)
-    out_groups = _subtrees(out_tree, depth=2)
-    used_in: set[int] = set()
-    used_out: set[int] = set()
+    results = _subtrees(out_tree, depth=2)
+    lone = {k: (o, p) for k, (_, o, p) in enumerate(_children(out_tree)) if p - o == 1}
+    used: set[int] = set()
     pairs: list[tuple[int, int]] = []
-    for tree, start, stop in in_groups:
-        if stop == start or used_in & set(range(start, stop)):
-            continue
+    start = 0
+    for number, argument in enumerate(args):
+        tree = jax.tree_util.tree_structure(argument)
+        stop = start + tree.num_leaves
+        if tree.num_leaves == 1 and jax.tree_util.treedef_is_leaf(tree):
+            matches = [lone[number]] if number in lone and in_avals[start].shape else []
+        else:
+            matches = [(o, p) for other, o, p in results if other == tree and p > o]
         avals = _shapes(in_avals[start:stop])
-        if stop - start == 1 and not in_avals[start].shape and not compat.is_key_dtype(in_avals[start].dtype):
-            continue
-        matches = [
-            (o, p)
-            for other, o, p in out_groups
-            if other == tree and p - o == stop - start and not used_out & set(range(o, p)) and _shapes(out_avals[o:p]) == avals
-        ]
-        if not matches:
-            continue
-        named = [m for m in matches if _tail(out_paths[m[0]]) == _tail(in_paths[start])]
-        o, p = (named or matches)[0]
-        pairs += zip(range(start, stop), range(o, p), strict=True)
-        used_in |= set(range(start, stop))
-        used_out |= set(range(o, p))
-    return tuple(sorted(pairs))
+        matches = [(o, p) for o, p in matches if not used & set(range(o, p)) and _shapes(out_avals[o:p]) == avals]
+        if matches:
+            named = [m for m in matches if _tail(out_paths[m[0]]) == _tail(in_paths[start])]
+            o, p = (named or matches)[0]
+            pairs += zip(range(start, stop), range(o, p), strict=True)
+            used |= set(range(o, p))
+        start = stop
+    return tuple(pairs)
 
 
 def _shapes(avals) -> list:
@@ -155,18 +151,22 @@ def _tail(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _subtrees(tree, depth: int) -> list[tuple[Any, int, int]]:
-    """(structure, first leaf, one past the last leaf) of every subtree down to ``depth``, larger first at each level."""
+def _children(tree, start: int = 0) -> list[tuple[Any, int, int]]:
+    """(structure, first leaf, one past the last leaf) of each child."""
     found = []
-    level = [(tree, 0)]
-    for _ in range(depth + 1):
-        nested = []
-        for node, start in level:
-            found.append((node, start, start + node.num_leaves))
-            for child in node.children():
-                nested.append((child, start))
-                start += child.num_leaves
-        level = nested
+    for child in tree.children():
+        found.append((child, start, start + child.num_leaves))
+        start += child.num_leaves
+    return found
+
+
+def _subtrees(tree, depth: int) -> list[tuple[Any, int, int]]:
+    """As ``_children``, of the tree itself and all below it down to ``depth``, larger first."""
+    level = [(tree, 0, tree.num_leaves)]
+    found = list(level)
+    for _ in range(depth):
+        level = [child for node, start, _ in level for child in _children(node, start)]
+        found += level
     return found
 
 

@@ -62,17 +62,12 @@ def budget_bytes(training: Training, options: argparse.Namespace, batch: tuple) 
     return budget
 
 
-def is_within(plan: jaxauto.Plan, budget: int | str | None) -> bool:
-    """Prints compiled memory beside the budget; whether it fits. A budget given as text was read by jaxauto and is only shown."""
-    if budget is None:
-        return True
+def is_within(plan: jaxauto.Plan) -> bool:
+    """Prints compiled memory beside the budget; whether it fits."""
     needed_bytes = compiled_bytes(plan.compile())
-    if isinstance(budget, str):
-        print(f"compiled memory of each device: {size_text(needed_bytes)}; budget: {budget}")
-        return True
-    fits = needed_bytes <= budget
+    fits = needed_bytes <= plan.budget_bytes
     verdict = "within the budget" if fits else "FAILED: over the budget"
-    print(f"{verdict}: compiled {size_text(needed_bytes)}, budget {size_text(budget)} a device")
+    print(f"{verdict}: compiled {size_text(needed_bytes)}, budget {size_text(plan.budget_bytes)} a device\n")
     return fits
 
 
@@ -178,7 +173,7 @@ def run(options: argparse.Namespace) -> int:
         return 2
     print(f"\nthe plan, after {time.monotonic() - started:.0f} s:\n{plan}\n")
     print(f"estimated, and what the compiler made of it:\n{plan.verify()}\n")
-    fits = is_within(plan, budget)
+    fits = options.budget is None or is_within(plan)
 
     history = train(train_step, training, corpus)
     plain = train_plain(training, corpus, min(COMPARED_STEPS, config.steps))

@@ -8,9 +8,21 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-from zoo import STEPS
+from flax import nnx
+from zoo import MUTATING_STEPS, STEPS
 
-__all__ = ["MESHES", "SMOKE_STEPS", "STEPS", "TOLERANCES", "assert_same_training", "copy_args", "next_args", "tolerance_of"]
+__all__ = [
+    "MESHES",
+    "MUTATING_STEPS",
+    "SMOKE_STEPS",
+    "STEPS",
+    "TOLERANCES",
+    "assert_same_mutation",
+    "assert_same_training",
+    "copy_args",
+    "next_args",
+    "tolerance_of",
+]
 
 MESHES = {
     "data8": {"data": 8},
@@ -79,6 +91,19 @@ def assert_same_training(step, args, sharded_step, steps=3, tolerance=None):
         assert_same_leaves(expected, actual, tolerance, f"step {number}")
         expected_args, actual_args = next_args(expected_args, expected), next_args(actual_args, actual)
         losses.append(float(expected[-1]["loss"]))
+    return losses
+
+
+def assert_same_mutation(step, args, sharded_step, steps=3, tolerance=None):
+    """As assert_same_training, for a step of MUTATING_STEPS: compares metrics and the state of every nnx object among the arguments."""
+    tolerance = tolerance or TOLERANCES["float32"]
+    plain = nnx.jit(step)
+    expected_args, actual_args = copy_args(args), copy_args(args)
+    losses = []
+    for number in range(steps):
+        expected, actual = plain(*expected_args), sharded_step(*actual_args)
+        assert_same_leaves((expected, expected_args), (actual, actual_args), tolerance, f"step {number}")
+        losses.append(float(expected["loss"]))
     return losses
 
 

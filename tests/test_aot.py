@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxauto import aot
 from jaxauto.errors import JaxAutoError, TargetError
-from jaxauto.targets import Target
+from jaxauto.targets import Target, compilers, detect
 
 AXES = ("data", "model")
 WIDTH, HIDDEN, BATCH = 256, 512, 64
@@ -165,6 +165,24 @@ def test_a_program_that_does_not_fit_says_how_much(target):
     assert str(caught.value) == f"the program does not fit one device of {target}: it needs {needed}"
 
 
+@pytest.mark.parametrize("target", [needs("v5e:2x4")])
+def test_a_memory_limit_is_the_compilers_limit(target):
+    side, mib = 4096, 2**20
+
+    def compile_with(limit):
+        make = lambda mesh: lambda x, w: [jnp.tanh(x @ w)]  # noqa: E731
+        specs = [P("data"), P(None, "model")]
+        return aot.compile_step(
+            make, [f32(side, side)] * 2, specs, [P("data", "model")], (), Target(target), (4, 2), AXES, memory_limit_bytes=limit
+        )
+
+    needed = compile_with(None).device_bytes
+    assert compile_with(needed + 64 * mib).device_bytes <= needed + 64 * mib
+    with pytest.raises(aot.CompilerOutOfMemory) as caught:
+        compile_with(40 * mib)
+    assert caught.value.limit_bytes == 40 * mib < caught.value.needed_bytes <= needed
+
+
 def test_out_of_memory_messages_of_other_compilers_are_read():
     text = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 88.50G of 15.75G hbm."
     failure = aot._failure(text, Target("v5e:2x4"))
@@ -213,7 +231,7 @@ def test_a_worker_that_dies_while_compiling_is_a_failure():
 
 
 def test_without_a_compiler_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("jaxauto.targets.compilers._PACKAGES", {"tpu": ("no-such-package",), "gpu": (), "cpu": ("jaxlib",)})
+    monkeypatch.setattr(compilers, "_PACKAGES", {"tpu": ("no-such-package",), "gpu": (), "cpu": ("jaxlib",)})
     assert aot.compiler_for(Target("v5e:2x4")) is None
     with pytest.raises(TargetError, match=r"no compiler for v5e:2x4 is installed here: pip install 'jaxauto\[tpu-aot\]'"):
         compile_mlp("v5e:2x4", (4, 2))
@@ -230,8 +248,6 @@ def test_a_mesh_that_is_not_the_targets_is_refused_before_anything_is_compiled()
     "target", [needs("v5e:2x4"), needs("v5p:4x4x4"), needs("v4:2x2x2"), needs("tpu7x:2x2x1"), needs("v6e:1x1"), needs("h100:2x8")]
 )
 def test_ahead_of_time_devices_are_detected_as_their_target(target):
-    from jaxauto.targets import detect
-
     before = dict(os.environ)
     devices = Target(target).devices()
     assert len(devices) == Target(target).num_devices

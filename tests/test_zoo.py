@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import SMOKE_STEPS, STEPS, assert_same_training
+from flax import nnx
+from helpers import MUTATING_STEPS, SMOKE_STEPS, STEPS, assert_same_mutation, assert_same_training
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -36,6 +37,13 @@ def test_step_trains_alike_when_its_arguments_are_sharded_by_hand(name):
     step, args = STEPS[name]()
     jitted = jax.jit(step)
     losses = assert_same_training(step, args, lambda *now: jitted(*shard_by_hand(now)), steps=4)
+    assert min(losses[1:]) < losses[0], losses
+
+
+@pytest.mark.parametrize("name", MUTATING_STEPS)
+def test_mutating_step_changes_its_arguments_and_trains(name):
+    step, args = MUTATING_STEPS[name]()
+    losses = assert_same_mutation(step, args, nnx.jit(step), steps=4)
     assert min(losses[1:]) < losses[0], losses
 
 

@@ -40,7 +40,7 @@ from jaxauto.core import AxisLink
 
 # Fixed seconds of one call. ici: a 4-long v5e axis takes 8 us where hops explain 3 (How to Scale Your Model). nvlink, network: NCCL's
 # base latency, ring, Simple protocol. Shared memory: assumed.
-BASE_SECONDS = {"ici": 5e-6, "nvlink": 8.4e-6, "network": 8.4e-6, "shared memory": 40e-6}
+BASE_SECONDS = {"ici": 5e-6, "nvlink": 8.4e-6, "network": 8.4e-6, "shared memory": 20e-6}
 
 # NCCL's LL protocol against Simple. tuning.cc: 0.6 against 3.4 us a step on NVLink, 2.7 against 14 us on the network; LL's bandwidth is
 # halved there and then capped, together about a quarter.

@@ -31,6 +31,8 @@ class Buffers:
         (dots, convolutions, gathers) read and write is theirs to charge.
       is_input: an input of the whole program: alive throughout.
       length: number of positions; position: node id → position of the node (of a loop: after its body).
+      read_at: node id → the values that fused equations read from HBM where the node writes its result. Slices and constants of a loop go by
+        their ids in the body. stored: all values that get a buffer written, those that reuse a donated input too.
     """
 
     ids: np.ndarray
@@ -43,6 +45,8 @@ class Buffers:
     length: int
     position: dict[int, int] = field(default_factory=dict)
     loop_start: dict[int, int] = field(default_factory=dict)
+    read_at: dict[int, list[int]] = field(default_factory=dict)
+    stored: frozenset[int] = frozenset()
 
 
 def find_buffers(graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int] = frozenset()) -> Buffers:
@@ -66,6 +70,7 @@ class _Fusion:
         self.last: dict[int, int] = {}
         self.position: dict[int, int] = {}
         self.loop_start: dict[int, int] = {}
+        self.read_at: dict[int, list[int]] = {}
         self.clock = 0
         self.unwritten = {*graph.inputs, *graph.consts}
 
@@ -96,6 +101,8 @@ class _Fusion:
             length=end + 1,
             position=self.position,
             loop_start=self.loop_start,
+            read_at=self.read_at,
+            stored=frozenset(n for n in self.start if n not in self.unwritten),
         )
 
     def visit(self, graph: Graph, outputs: set[int]) -> None:
@@ -107,10 +114,14 @@ class _Fusion:
             self.position[node.id] = self.clock
             kind = self.kind(node)
             if kind in _READS:  # operations are charged for their operands where their strategy is known
-                reader = self.keep_alive if kind in _OPERATIONS else self.read
                 for x in node.inputs:
-                    if isinstance(x, int):
-                        reader(x, self.clock)
+                    if not isinstance(x, int):
+                        continue
+                    if kind in _OPERATIONS:
+                        self.keep_alive(x, self.clock)
+                    else:
+                        self.read(x, self.clock)
+                        self.read_at.setdefault(node.id, []).extend(self.roots(x))
             for number in node.outputs:
                 self.define(node, number, kind, number in outputs)
 
@@ -125,6 +136,7 @@ class _Fusion:
             if kind not in _READS:
                 for root in roots:
                     self.read_root(root, self.clock)
+                self.read_at.setdefault(node.id, []).extend(roots)
             self.start[number] = self.clock
             self.last[number] = self.clock
             if kind in _OPERATIONS:

@@ -72,7 +72,7 @@ def _steps(source, target, bytes_, mesh, partial) -> Iterator[tuple[str, np.ndar
     gather = ~whole_s & whole_t
 
     for axes, chosen in _by_axes(scatter):
-        yield "reduce-scatter", local[chosen], axes, chosen
+        yield "reduce-scatter" if mesh.scatters else "all-reduce", local[chosen], axes, chosen
         local[chosen] /= np.prod(sizes[list(axes)])
     local = local / np.where(cut, sizes, 1.0).prod(-1)
     for axes, chosen in _by_axes(reduce_):

@@ -156,6 +156,14 @@ def renamed(values: Iterable[int | Literal], names: Mapping[int, int]) -> tuple[
     return tuple(names.get(x, x) if isinstance(x, int) else x for x in values)
 
 
+def _read_as(node: Node, names: Mapping[int, int]) -> None:
+    """Let ``node`` read new names; links of scans are made anew by relink."""
+    if names:
+        node.inputs = renamed(node.inputs, names)
+        if node.prim != "scan":
+            node.links = tuple(replace(k, source=names.get(k.source, k.source)) for k in node.links)
+
+
 def _all_ids(graph: Graph) -> list[int]:
     """Ids of the inputs, constants and results of a graph, in a fixed order."""
     return [*graph.inputs, *graph.consts, *(out for node in graph.nodes for out in node.outputs)]
@@ -199,7 +207,7 @@ def _rewrite_straight(program: _Program, chosen: list[tuple[Block, frozenset[int
             cotangent = _cotangent(program, graph, k, phase, readers, position)
             result += _made_again(program, work, cotangent, node, names)
         late = {x: names[x][0] for x in node.inputs if isinstance(x, int) and x in names and phase[node.id] > names[x][1]}
-        node.inputs = renamed(node.inputs, late)
+        _read_as(node, late)
         result.append(node)
     graph.nodes = result
 
@@ -298,7 +306,7 @@ class _Pair:
         copies = self.program.again(nodes, recomputed)
         names |= {inner: recomputed[value] for inner, value in replaced.items()}
         for node in self.bbody.nodes:
-            node.inputs = renamed(node.inputs, names)
+            _read_as(node, names)
         self.bbody.nodes = [barrier, *copies, *self.bbody.nodes]
         self.bbody.outputs = renamed(self.bbody.outputs, names)
         operands = [*self.consts, *self.carries, *self.xs]

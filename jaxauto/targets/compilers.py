@@ -139,7 +139,7 @@ def _gpu_devices(target: Target) -> list:
 
     nodes = target.num_nodes
     config = _GPU_CONFIG.format(**_GPU_FIELDS[target.chip.name])
-    # Partitions x hosts x GPUs. XLA counts hosts as NVLink domains.
+    # Partitions x hosts x GPUs of each host.
     shape = f"1x{nodes}x{target.num_devices // nodes}"
     try:
         with _environment(GPU_ENVIRONMENT):

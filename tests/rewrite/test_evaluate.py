@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from jaxauto.graph import build
-from jaxauto.rewrite.evaluate import evaluator, jaxpr_of
+from jaxauto.rewrite.evaluate import Pins, evaluator, jaxpr_of
 from jaxauto.trace import trace
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
@@ -111,14 +111,16 @@ def test_evaluator_equals_the_function_bit_for_bit(name):
     assert [v.aval.shape for v in jaxpr_of(graph).jaxpr.outvars] == [want.shape for want in expected]
 
 
-def test_constrain_sees_every_value_once_and_can_change_it():
+def test_pins_see_every_value_once_and_can_change_it():
     graph = build(trace(lambda x, w: jnp.sin(x) @ w, (X, W)).jaxpr)
     seen = []
 
-    def constrain(number, array):
-        seen.append(number)
-        return array * 2 if graph.values[number].producer is not None and graph.values[number].producer.prim == "sin" else array
+    class Doubling(Pins):
+        def value(self, number, array):
+            seen.append(number)
+            producer = graph.values[number].producer
+            return array * 2 if producer is not None and producer.prim == "sin" else array
 
-    (actual,) = evaluator(graph, constrain)(X, W)
+    (actual,) = evaluator(graph, Doubling())(X, W)
     np.testing.assert_array_equal(actual, (2 * jnp.sin(X)) @ W)
     assert sorted(seen) == sorted(graph.values)

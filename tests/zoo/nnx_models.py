@@ -102,7 +102,7 @@ def nnx_state_tuple():
 
 
 def nnx_mutated():
-    """Not in STEPS: the step changes its arguments in place and returns metrics only, as under nnx.jit; jax.jit loses the changes."""
+    """The step changes its arguments in place and returns metrics only, as under nnx.jit; jax.jit would lose the changes."""
 
     def step(model, optimizer, batch):
         loss, grads = nnx.value_and_grad(lambda model: model.loss(batch))(model)
@@ -113,4 +113,17 @@ def nnx_mutated():
     return step, (model, nnx.Optimizer(model, optimizer(), wrt=nnx.Param), regression_batch())
 
 
+def nnx_mutated_transformer():
+    """As nnx_mutated, with dropout: the keys inside the module change too."""
+
+    def step(model, optimizer, batch):
+        loss, grads = nnx.value_and_grad(lambda model: cross_entropy(model(batch[0]), batch[1]))(model)
+        optimizer.update(model, grads)
+        return {"loss": loss}
+
+    model = Transformer(1, nnx.Rngs(0))
+    return step, (model, nnx.Optimizer(model, optimizer(), wrt=nnx.Param), next_token_batch())
+
+
 STEPS = {factory.__name__: factory for factory in (nnx_split_merge, nnx_returned, nnx_state_tuple)}
+MUTATING_STEPS = {factory.__name__: factory for factory in (nnx_mutated, nnx_mutated_transformer)}

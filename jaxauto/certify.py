@@ -1,0 +1,76 @@
+"""A certified plan fits: compile, and where the compiler needs more than the budget, tighten by the measured excess and solve again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from jaxauto import aot
+from jaxauto.errors import InfeasibleError, TargetError
+from jaxauto.plan import Certificate, Plan
+from jaxauto.verify import Compilation, compile_plan
+
+MAX_ROUNDS = 3
+_SLACK = 0.01  # of the budget, on top of the measured excess: the next plan's excess differs a little
+
+
+def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str], None], must: bool) -> Plan:
+    """``plan``, or one with less memory, that the target's compiler fits into ``budget`` bytes.
+
+    Args:
+      must: raise where there is no compiler, instead of a note on the plan.
+
+    Raises:
+      InfeasibleError: after ``MAX_ROUNDS`` compilations it still does not fit; with the compiler's own numbers.
+    """
+    from jaxauto.planner import solve  # the planner certifies, and certifying plans again
+
+    solved = plan._bound().solved
+    target_bytes = budget
+    tried: list[str] = []
+    for number in range(1, MAX_ROUNDS + 1):
+        try:
+            needed, compiler = _needs(plan)
+        except (TargetError, aot.CompilerFailure) as error:
+            if must:
+                raise
+            return _with(plan, notes=(*plan.notes, f"not certified: {error}"))
+        if needed <= budget:
+            return _with(plan, certificate=Certificate(compiler, needed, budget, number), budget_bytes=budget)
+        tried.append(f"{_mib(needed)} for a plan of {_mib(plan.estimate.peak_memory)}")
+        if number == MAX_ROUNDS:
+            break
+        target_bytes = min(target_bytes, plan.estimate.peak_memory) - (needed - budget) - _SLACK * budget
+        progress(f"the compiler needs {_mib(needed)} of {_mib(budget)}: planning again")
+        try:
+            if target_bytes <= 0:
+                raise InfeasibleError("the compiler's own temporaries exceed the budget.")
+            plan = solve(solved.step, solved.target, target_bytes, options, progress)
+        except InfeasibleError as error:
+            raise InfeasibleError(f"no plan was found that the compiler fits into {_mib(budget)}: it needs {tried[-1]}; and {error}") from error
+    raise InfeasibleError(
+        f"no plan was found that the compiler fits into {_mib(budget)} of {plan.target}: after {MAX_ROUNDS} rounds it needs {', then '.join(tried)}. "
+        "Raise memory_budget, or plan with certify=False to get the plan all the same."
+    )
+
+
+def _needs(plan: Plan) -> tuple[float, str]:
+    """(bytes on one device, compiler); a program that the compiler refuses for its size counts with what it asked for."""
+    try:
+        compilation: Compilation = compile_plan(plan)
+    except aot.CompilerOutOfMemory as error:
+        return float(error.needed_bytes), plan.target
+    return compilation.device_bytes, compilation.compiler
+
+
+def _with(plan: Plan, **changes: Any) -> Plan:
+    changed = replace(plan, **changes)
+    if "_compiled" in plan.__dict__:  # compiled once is enough
+        changed.__dict__["_compiled"] = plan.__dict__["_compiled"]
+        changed.__dict__["_flat_jit"] = plan.__dict__["_flat_jit"]
+    return changed
+
+
+def _mib(bytes_: float) -> str:
+    return f"{bytes_ / 2**20:,.1f} MiB"

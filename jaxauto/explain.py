@@ -1,0 +1,186 @@
+"""Why a plan is what it is: what binds memory, what costs time, and what another sharding of an argument would cost."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxauto import alternatives, compat
+from jaxauto.cost.compute import operation_seconds, traffic_seconds
+from jaxauto.cost.fusion import value_bytes
+from jaxauto.errors import ArgumentError
+from jaxauto.naming import fold_paths, local_shape, mask, mask_all, mask_place, spec_text
+from jaxauto.solve.search import Candidate, timeline
+from jaxauto.tables import Section, as_text, duration, share, size
+
+if TYPE_CHECKING:
+    from jaxauto.plan import Plan
+
+_ROWS = 8  # of the largest or costliest
+_ARGUMENTS = 4  # different arguments of one glob that are explained
+
+
+def explain(plan: Plan, path: str | None = None) -> str:
+    """Plain text: the whole plan, or with ``path`` (an argument path or a glob) the sharding of those arguments.
+
+    With a path the step is solved again for each of a handful of other shardings, under a short time limit.
+
+    Raises:
+      ArgumentError: ``path`` matches no argument.
+    """
+    return as_text(_whole(plan) if path is None else _arguments(plan, path))
+
+
+# ------------------------------------------------------------------------------------------------------------------- whole
+
+
+def _whole(plan: Plan) -> list[Section]:
+    solved = alternatives.solved_of(plan)
+    sections = [_memory(plan)]
+    if solved is not None:
+        sections.append(_largest(plan, solved.found.best))
+        sections.append(_operations(plan, solved.found.best))
+    sections += [_collectives(plan), _meshes(plan), _alternatives(plan)]
+    return [s for s in sections if s.rows or s.lines]
+
+
+def _memory(plan: Plan) -> Section:
+    e = plan.estimate
+    room = plan.budget_bytes - e.peak_memory
+    rows = [(name, size(b), share(b, e.peak_memory)) for name, b in sorted(e.memory.items(), key=lambda kv: -kv[1]) if b > 0]
+    kept, again = (sum(d.bytes_ for d in plan.remat if d.action == action) for action in ("kept", "recomputed"))
+    seconds = sum(d.seconds for d in plan.remat if d.action == "recomputed")
+    lines = [f"Peak {size(e.peak_memory)} of a budget of {size(plan.budget_bytes)} on each device: {size(room)} to spare."]
+    if again:
+        lines.append(f"Recomputing saves {size(again)} of activations for {duration(seconds)}; {size(kept)} are kept.")
+    elif plan.remat:
+        lines.append(f"Memory does not bind: all activations are kept as written ({size(kept)}).")
+    return Section("What binds memory", ("at the peak", ">bytes", ">share"), rows, lines)
+
+
+def _largest(plan: Plan, best: Candidate) -> Section:
+    """The largest values alive at the peak; alike ones are counted together."""
+    model, live = best.model, timeline(best.model, best.x)
+    b, sizes, at = model.buffers, model.buffer_sizes(best.x), int(live.argmax())
+    inputs = {number: plan.in_paths[k] for k, number in enumerate(model.groups.graph.inputs)}
+    total: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0])
+    paths: dict[tuple, list[str]] = defaultdict(list)
+    for k in np.nonzero((b.start <= at) & (b.end >= at))[0]:
+        number = int(model.variant.origin[k])
+        value = model.values[number]
+        what = mask(inputs[number]) if number in inputs else _place(value.producer)
+        key = (what, str(value.dtype), str(list(value.shape)))
+        paths[key] += [inputs[number]] if number in inputs else []
+        total[key][0] += 1
+        total[key][1] += float(sizes[k])
+    ordered = sorted(total.items(), key=lambda kv: -kv[1][1])[:_ROWS]
+    rows = [
+        (", ".join(n for n, _, _ in fold_paths(paths[key])[:2]) or key[0], f"{key[1]}{key[2]}", f"{count:.0f}", size(bytes_), share(bytes_, best.peak_bytes))
+        for key, (count, bytes_) in ordered
+    ]
+    return Section("Largest values alive at the peak", ("value", "whole array", ">count", ">bytes on a device", ">share"), rows)
+
+
+def _place(node: Any) -> str:
+    """Scope, primitive and source of a node; numbers of layers hidden."""
+    if node is None:
+        return "input of a loop"
+    name = f"{node.scope}/{node.prim}" if node.scope else node.prim
+    return mask_all(name) + (f"  {node.source}" if node.source else "")
+
+
+def _operations(plan: Plan, best: Candidate) -> Section:
+    """The costliest operations, and what fused elementwise equations move."""
+    model, total = best.model, defaultdict(float)
+    count: dict[str, int] = defaultdict(int)
+    for op in model.groups.operations:
+        state = model.state(best.x, "operation", op.node.id)[None]
+        name = _place(op.node) + ("  (backward)" if op.node.backward else "")
+        times = model.again(op.node.id)
+        total[name] += times * float(operation_seconds(op, model.values, state, model.mesh.sizes, model.chip)[0])
+        count[name] += times
+    b = model.buffers
+    times = [model.groups.times[p.id] if (p := model.values[int(n)].producer) else 1 for n in model.variant.origin]
+    moved = float((model.buffer_sizes(best.x) * (b.reads + b.written) * np.array(times, float)).sum())
+    total["fused elementwise equations: memory traffic"] = float(traffic_seconds(moved, model.chip))
+    compute = plan.estimate.compute_time
+    ordered = sorted(total.items(), key=lambda kv: -kv[1])[:_ROWS]
+    rows = [(name, str(count[name] or ""), duration(s), share(s, compute)) for name, s in ordered]
+    return Section("What costs time: computation", ("operation", ">times", ">seconds", ">of compute"), rows)
+
+
+def _collectives(plan: Plan) -> Section:
+    e = plan.estimate
+    total: dict[tuple, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for c in e.collectives:
+        entry = total[c.kind, c.axes, mask_place(c.where)]
+        entry[0] += c.count
+        entry[1] += c.count * c.seconds
+    ordered = sorted(total.items(), key=lambda kv: (-kv[1][1], kv[0]))[:_ROWS]
+    rows = [(k, ", ".join(a), where, f"{n:.0f}", duration(s), share(s, e.step_time)) for (k, a, where), (n, s) in ordered]
+    lines = [f"Communication {duration(e.comm_time)}, of which {duration(e.exposed_comm_time)} are not hidden behind computation."]
+    return Section("What costs time: communication", ("kind", "mesh axes", "where", ">count", ">seconds", ">of the step"), rows, lines)
+
+
+def _meshes(plan: Plan) -> Section:
+    ordered = sorted((s, name) for name, s in plan.solver.meshes.items())
+    rows = [(name, duration(s) if s < math.inf else "does not fit") for s, name in ordered]
+    return Section("Mesh shapes", ("mesh", ">seconds of a step"), rows)
+
+
+def _alternatives(plan: Plan) -> Section:
+    s = plan.solver
+    bound = f"No plan on this mesh is faster than {duration(s.bound)} by the same estimate: this one is within {100 * s.gap:.1f} %."
+    return Section("Alternatives", lines=[bound, "plan.explain(path) solves again with other shardings of one argument, and says what each would cost."])
+
+
+# --------------------------------------------------------------------------------------------------------------- arguments
+
+
+def _arguments(plan: Plan, pattern: str) -> list[Section]:
+    alike: dict[tuple, list[int]] = defaultdict(list)
+    for k, (path, aval, spec) in enumerate(zip(plan.in_paths, plan.in_avals, plan.in_specs, strict=True)):
+        if path == pattern or fnmatch.fnmatchcase(path, pattern):
+            alike[mask(path), aval.shape, str(aval.dtype), spec].append(k)
+    if not alike:
+        close = ", ".join(alternatives.close_to(pattern, plan.in_paths))
+        raise ArgumentError(f"no argument matches {pattern!r}; paths look like {close}.")
+    sections: list[Section] = []
+    for members in list(alike.values())[:_ARGUMENTS]:
+        sections += _argument(plan, members)
+    if len(alike) > _ARGUMENTS:
+        sections.append(Section(f"{len(alike) - _ARGUMENTS} more arguments match {pattern!r}: name them to have them explained."))
+    return sections
+
+
+def _argument(plan: Plan, members: Sequence[int]) -> list[Section]:
+    """One argument, or alike arguments of repeated layers, which are constrained together."""
+    aval, spec = plan.in_avals[members[0]], plan.in_specs[members[0]]
+    name = ", ".join(n for n, _, _ in fold_paths(plan.in_paths[k] for k in members))
+    local = local_shape(aval.shape, spec, dict(plan.mesh.shape))
+    bytes_ = math.prod(local) * compat.itemsize(aval.dtype)
+    what = f"{aval.dtype}{list(aval.shape)}, {spec_text(spec)}: {list(local)} on each device, {size(bytes_)}"
+    if not aval.shape:
+        return [Section(name, lines=[what, "A scalar is on every device."])]
+    if alternatives.solved_of(plan) is None:
+        return [Section(name, lines=[what, "The plan was loaded from a file: call jaxauto.plan again to ask what another sharding would cost."])]
+    e = plan.estimate
+    rows = [(f"{spec_text(spec)}  (chosen)", duration(e.step_time), "", size(e.peak_memory), "")]
+    for trial in alternatives.try_all(plan, [plan.in_paths[k] for k in members], aval.shape, spec):
+        rows.append(_trial_row(trial, plan))
+    columns = ("sharding", ">step", ">against it", ">peak", "why")
+    lines = ["Each is the best plan found that has it, on the same mesh and budget; everything else is free to change."]
+    return [Section(name, lines=[what]), Section("Why not another", columns, rows, lines)]
+
+
+def _trial_row(trial: alternatives.Trial, plan: Plan) -> tuple[str, ...]:
+    if trial.estimate is None:
+        return (spec_text(trial.spec), "-", "", "-", trial.reason)
+    seconds = trial.estimate.step_time - plan.estimate.step_time
+    against = f"{'+' if seconds >= 0 else '-'}{duration(abs(seconds))}"
+    return (spec_text(trial.spec), duration(trial.estimate.step_time), against, size(trial.estimate.peak_memory), trial.reason)

@@ -1,0 +1,92 @@
+"""A plan's remat decision as a policy of jax.checkpoint, for users' own code.
+
+jax.checkpoint asks a policy of each equation of the block whether to save its results, with the primitive, the operands' avals and the
+parameters. So an equation of the plan's graph is known again by these (its *signature*), and equal ones by their order: the answers for
+one signature, in program order, repeat with the layers; their shortest period is what the policy goes round.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxauto.blocks import Block, closure, find_blocks
+from jaxauto.core import Decisions, Graph, Literal
+
+Turns = tuple[bool, ...]
+
+
+def checkpoint_policy(graph: Graph, decisions: Decisions) -> Callable[..., bool]:
+    """A policy for ``jax.checkpoint(block, policy=…)`` that saves what the plan keeps.
+
+    Layers for which the plan decides differently get what most of them have: JAX traces alike blocks once. What the plan knows nothing of
+    is not saved, as in ``jax.checkpoint`` without a policy.
+
+    Args:
+      graph: the graph of the step.
+      decisions: of the plan.
+    """
+    table = policy_table(graph, decisions)
+    asked: Counter = Counter()
+
+    def policy(prim: Any, *avals: Any, **params: Any) -> bool:
+        key = signature(prim.name, avals, params)
+        turns = table.get(key, (False,))
+        asked[key] += 1
+        return turns[(asked[key] - 1) % len(turns)]
+
+    return policy
+
+
+def policy_table(graph: Graph, decisions: Decisions, *, detailed: bool = True) -> dict[tuple, Turns]:
+    """Signature → whether results are saved, for equal equations in turn. Not ``detailed``: signatures without parameters."""
+    answers: dict[tuple, list[tuple[int, bool]]] = defaultdict(list)
+    for number, (block, kept) in enumerate(zip(find_blocks(graph), decisions.kept, strict=True)):
+        saved, again = block_answers(block, kept)
+        for node in block.forward:
+            if node.id in saved or node.id in again:
+                avals = [x.aval if isinstance(x, Literal) else graph.values[x].aval for x in node.inputs]
+                key = signature(node.prim, avals, node.params if detailed else {})
+                answers[key].append((number, node.id in saved))
+    return {key: _turns(found) for key, found in answers.items()}
+
+
+def block_answers(block: Block, kept: frozenset[int] | None) -> tuple[set[int], set[int]]:
+    """(ids of nodes whose results are saved, ids of those that run again); the others' results nobody needs later."""
+    if kept is None:
+        wanted = {*block.residuals, *block.outputs}
+        return {node.id for node in block.forward if wanted & {*node.outputs}}, set()
+    nodes, reads = closure(block, kept)
+    wanted = {*kept, *reads, *block.outputs}
+    saved = {node.id for node in block.forward if wanted & {*node.outputs}}
+    return saved, {node.id for node in nodes} - saved
+
+
+def signature(prim: str, avals: Sequence[Any], params: Mapping[str, Any]) -> tuple:
+    """What an equation is known by: primitive, types of its operands, and those parameters that are plain data."""
+    plain = tuple(f"{k}={v}" for k, v in sorted(params.items()) if _is_plain(v))
+    return (prim, *(f"{a.dtype}{list(a.shape)}" for a in avals), *plain)
+
+
+def _is_plain(x: Any) -> bool:
+    if isinstance(x, (tuple, list)):
+        return all(map(_is_plain, x))
+    return x is None or isinstance(x, (bool, int, float, str, enum.Enum, np.dtype, type))
+
+
+def _turns(found: list[tuple[int, bool]]) -> Turns:
+    """The shortest period of the answers in program order; without one, what most blocks have at each place."""
+    answers = [answer for _, answer in found]
+    count = len(answers)
+    for period in range(1, count // 2 + 1):
+        if count % period == 0 and answers == answers[:period] * (count // period):
+            return tuple(answers[:period])
+    blocks: dict[int, list[bool]] = defaultdict(list)
+    for number, answer in found:
+        blocks[number].append(answer)
+    alike = Counter(map(tuple, blocks.values()))
+    return max(alike, key=lambda turns: (alike[turns], len(turns)))

@@ -1,0 +1,225 @@
+"""The estimate beside what the compiler made of it: memory, flops, collectives, seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxauto import aot, hlo
+from jaxauto.core import MeshAxes
+from jaxauto.cost.collectives import collective_seconds
+from jaxauto.cost.schedule import schedule_seconds
+from jaxauto.errors import ArgumentError
+from jaxauto.options import mesh_axes
+from jaxauto.targets.target import Target
+
+# Beyond these the estimate is called wrong: relative error of memory, of flops, and of the bytes of all collectives together.
+TOLERANCE = {"peak memory": 0.25, "matrix flops": 0.05, "collective bytes": 0.35}
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What a compiler says of a step: bytes on one device by kind, and its scheduled HLO."""
+
+    compiler: str
+    text: str
+    memory: Mapping[str, float]
+    seconds: float
+
+    @property
+    def device_bytes(self) -> float:
+        """What the step needs on one device: arguments + outputs − aliases + temporaries."""
+        m = self.memory
+        return m["argument"] + m["output"] - m["alias"] + m["temp"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantity: estimated and compiled, in ``unit``; None where one of them has it not."""
+
+    name: str
+    estimated: float | None
+    compiled: float | None
+    unit: str
+
+    @property
+    def error(self) -> float | None:
+        """(estimated − compiled) / compiled."""
+        if self.estimated is None or not self.compiled:
+            return None
+        return self.estimated / self.compiled - 1
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Estimate beside compiler. ``rows``: totals; ``collectives``: bytes by kind and mesh axes. ``print`` it, or use ``as_dict``."""
+
+    target: str
+    compiler: str
+    rows: tuple[Row, ...]
+    collectives: tuple[Row, ...]
+    budget_bytes: float
+    compile_seconds: float
+    notes: tuple[str, ...] = field(default=())
+
+    def row(self, name: str) -> Row:
+        return next(r for r in self.rows if r.name == name)
+
+    @property
+    def fits(self) -> bool:
+        """Whether what the compiler needs is within the plan's budget."""
+        compiled = self.row("peak memory").compiled
+        return compiled is not None and compiled <= self.budget_bytes
+
+    @property
+    def ok(self) -> bool:
+        """Whether it fits and no total is outside ``TOLERANCE``."""
+        wrong = [r for r in self.rows if r.name in TOLERANCE and r.error is not None and abs(r.error) > TOLERANCE[r.name]]
+        return self.fits and not wrong
+
+    def as_dict(self) -> dict:
+        return {**dataclasses.asdict(self), "fits": self.fits, "ok": self.ok}
+
+    def __str__(self) -> str:
+        from jaxauto.report import verification_table
+
+        return verification_table(self)
+
+
+def compile_plan(plan: Any, timeout: float = 600.0) -> Compilation:
+    """Compile a plan for its target: here if its devices are here, ahead of time in a child process otherwise.
+
+    Raises:
+      TargetError: no compiler for the target. aot.CompilerFailure: it failed, timed out, or the step does not fit.
+    """
+    if isinstance(plan.mesh, Mesh):
+        started = time.monotonic()
+        compiled = plan.compile()
+        stats = compiled.memory_analysis()
+        memory = {
+            "argument": stats.argument_size_in_bytes,
+            "output": stats.output_size_in_bytes,
+            "alias": stats.alias_size_in_bytes,
+            "temp": stats.temp_size_in_bytes,
+            "host temp": stats.host_temp_size_in_bytes,
+            "peak": getattr(stats, "peak_memory_in_bytes", 0),
+        }
+        platform = plan.mesh.devices.flat[0].platform
+        return Compilation(f"{platform}, jax {jax.__version__}", compiled.as_text(), memory, time.monotonic() - started)
+    return compile_ahead(plan, timeout)
+
+
+def compile_ahead(plan: Any, timeout: float) -> Compilation:
+    """Compile with the target's own compiler in a child process."""
+    program = plan._bound()
+    from jaxauto.rewrite.apply import apply
+
+    result = aot.compile_step(
+        lambda mesh: apply(program.graph, plan.decisions, mesh),
+        plan.in_avals,
+        plan.in_specs,
+        plan.out_specs,
+        [k for k, d in enumerate(plan.donated) if d],
+        Target(plan.target),
+        tuple(plan.mesh.shape.values()),
+        tuple(plan.mesh.axis_names),
+        timeout=timeout,
+    )
+    memory = {"host temp": 0, "peak": 0, **{k.replace("_", " "): v for k, v in result.memory.items()}}
+    return Compilation(result.compiler, result.text, memory, result.seconds)
+
+
+def verify(plan: Any, run: bool = False, steps: int = 3, timeout: float = 600.0) -> Verification:
+    """See ``Plan.verify``.
+
+    Args:
+      run: also time the step on zeros, on the plan's own devices. steps: how many steps to time (the median counts).
+    """
+    compilation = compile_plan(plan, timeout)
+    module = hlo.parse(compilation.text)
+    target = Target(plan.target)
+    mesh = mesh_axes(dict(plan.mesh.shape), target)
+    estimate = plan.estimate
+    found, unmatched = compiled_collectives(module, mesh)
+    planned: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
+    for c in estimate.collectives:
+        planned[c.kind, c.axes] += c.bytes_ * c.count
+    schedule = schedule_seconds(module, target.chip, lambda c: hlo_collective_seconds(c, mesh))
+    memory = compilation.memory
+    rows = [
+        Row("arguments", None, float(memory["argument"]), "bytes"),
+        Row("temporaries", None, float(memory["temp"]), "bytes"),
+        Row("peak memory", estimate.peak_memory, compilation.device_bytes, "bytes"),
+        Row("host memory", None, float(memory["host temp"]), "bytes"),
+        Row("matrix flops", estimate.flops, module.flops, "flops"),
+        Row("collective bytes", sum(planned.values()), sum(found.values()), "bytes"),
+        Row("step time (roofline of the schedule)", estimate.step_time, schedule.total_seconds, "seconds"),
+        Row("compute time", estimate.compute_time, schedule.compute_seconds, "seconds"),
+        Row("communication time", estimate.comm_time, schedule.collective_seconds, "seconds"),
+    ]
+    if module.cycles and target.chip.platform == "tpu":
+        rows.append(Row("step time (compiler's cycles)", estimate.step_time, module.cycles / target.chip.clock_hz, "seconds"))
+    if run:
+        rows.append(Row("step time (measured)", estimate.step_time, measure(plan, steps), "seconds"))
+    by_kind = [
+        Row(f"{kind} over {', '.join(axes) or 'other groups'}", planned.get((kind, axes), 0.0), found.get((kind, axes), 0.0), "bytes")
+        for kind, axes in sorted({*planned, *found})
+    ]
+    notes = () if not unmatched else (f"{unmatched} collectives of the compiler span groups that are no mesh axes",)
+    return Verification(plan.target, compilation.compiler, tuple(rows), tuple(by_kind), plan.budget_bytes, compilation.seconds, notes)
+
+
+def compiled_collectives(module: hlo.Module, mesh: MeshAxes) -> tuple[dict[tuple[str, tuple[str, ...]], float], int]:
+    """Bytes of a compiled step's collectives by (kind, mesh axes), and how many match no mesh axes."""
+    found: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
+    unmatched = 0
+    for c in module.collectives:
+        axes = hlo.mesh_axes(c, mesh.shape)
+        if axes == ():
+            continue
+        unmatched += axes is None
+        found[c.kind, axes or ()] += c.bytes_ * c.count
+    return dict(found), unmatched
+
+
+def hlo_collective_seconds(collective: Any, mesh: MeshAxes) -> float:
+    """Seconds of one collective of a compiled module, by the cost model's own formulas."""
+    axes = hlo.mesh_axes(collective, mesh.shape)
+    if axes is None:  # a group of no axes: charged as if along the narrowest axis that holds it
+        axes = next((n for n, k in mesh.shape.items() if k >= collective.group_size), mesh.names[-1])
+        axes = (axes,)
+    index = [mesh.names.index(a) for a in axes]
+    return float(collective_seconds(collective.kind, collective.bytes_, [mesh.sizes[i] for i in index], [mesh.links[i] for i in index]))
+
+
+def measure(plan: Any, steps: int) -> float:
+    """Median seconds of a step on zeros.
+
+    Raises:
+      ArgumentError: the plan's devices are not here.
+    """
+    if not isinstance(plan.mesh, Mesh):
+        raise ArgumentError(f"verify(run=True) needs the devices of {plan.target}; they are not here. verify() compiles ahead of time.")
+    import jax.numpy as jnp
+
+    def zeros():
+        return [
+            jax.device_put(jax.random.key(0), s) if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key) and not a.shape else jnp.zeros(a.shape, a.dtype, device=s)
+            for a, s in zip(plan.in_avals, plan.flat_in_shardings, strict=True)
+        ]
+
+    seconds = []
+    for _ in range(steps + 1):
+        leaves = jax.block_until_ready(zeros())
+        started = time.perf_counter()
+        jax.block_until_ready(plan._flat_jit(*leaves))
+        seconds.append(time.perf_counter() - started)
+    return sorted(seconds[1:])[math.floor(steps / 2)]

@@ -1,0 +1,294 @@
+"""Rewritten steps give the same results, keep less, and cost what jax.checkpoint costs."""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from zoo import STEPS
+
+from jaxauto.blocks import find_blocks
+from jaxauto.graph import build, walk
+from jaxauto.rewrite.evaluate import evaluator, jaxpr_of
+from jaxauto.rewrite.recompute import recompute
+from jaxauto.trace import trace
+
+EXAMPLES = (
+    "mlp_bfloat16",
+    "dropout_new_key",
+    "dropout_old_key",
+    "tied_embeddings",
+    "user_checkpoint",
+    "custom_gradients",
+    "gradient_accumulation",
+    "recurrent_scan",
+    "transformer_loop",
+    "transformer_scan",
+    "transformer_scan_checkpoint",
+    "experts_gather",
+    "control_flow",
+    "adamw_clip_schedule",
+)
+
+
+def nothing(blocks):
+    return {number: frozenset() for number in range(len(blocks))}
+
+
+def residuals(blocks):
+    return {number: frozenset(block.residuals) for number, block in enumerate(blocks)}
+
+
+def some(blocks, seed=0):
+    rng = random.Random(seed)
+    made = [[out for node in block.forward for out in node.outputs] for block in blocks]
+    return {number: frozenset(v for v in values if rng.random() < 0.4) for number, values in enumerate(made)}
+
+
+def every_other_block(blocks):
+    return {number: frozenset() for number in range(0, len(blocks), 2)}
+
+
+KEPT = {"all residuals": residuals, "nothing": nothing, "some values": some, "every other block": every_other_block}
+
+
+def graph_of(step, args):
+    return build(trace(step, args).jaxpr)
+
+
+def rewritten(step, args, kept=nothing):
+    graph = graph_of(step, args)
+    return recompute(graph, kept(find_blocks(graph))).graph
+
+
+def words(leaf):
+    return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+
+
+def fingerprint(graph):
+    return [(node.id, node.prim, node.inputs, node.outputs, node.links, len(node.bodies)) for node in walk(graph)], list(graph.values)
+
+
+def assert_consistent(graph):
+    """Producers, users and links are those of the nodes, and every value that a node reads is made before it in its own graph."""
+    users = {number: [] for number in graph.values}
+
+    def visit(g):
+        known = {*g.inputs, *g.consts}
+        for node in g.nodes:
+            assert {x for x in node.inputs if isinstance(x, int)} <= known
+            assert not known & set(node.outputs)
+            known |= set(node.outputs)
+            for x in node.inputs:
+                if isinstance(x, int):
+                    users[x].append(node)
+            assert all(graph.values[out].producer is node for out in node.outputs)
+            inside = {v for body in node.bodies for v in (*body.inputs, *body.outputs)}
+            for link in node.links:
+                assert {link.source, link.target} <= {*node.inputs, *node.outputs, *inside}
+            for body in node.bodies:
+                visit(body)
+        assert {x for x in g.outputs if isinstance(x, int)} <= known
+
+    visit(graph)
+    ids = [node.id for node in walk(graph)]
+    assert len(ids) == len(set(ids))
+    assert all(value.users == users[number] for number, value in graph.values.items())
+
+
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_structure(name, kept):
+    step, args = STEPS[name]()
+    graph = graph_of(step, args)
+    before = fingerprint(graph)
+    result = recompute(graph, KEPT[kept](find_blocks(graph)))
+    assert fingerprint(graph) == before
+    assert_consistent(result.graph)
+    assert set(result.origin) == set(result.graph.values) - set(graph.values)
+    for new, old in result.origin.items():
+        stacked = new in result.stacked
+        assert result.graph.values[new].shape[stacked:] == graph.values[old].shape
+        assert result.graph.values[new].dtype == graph.values[old].dtype
+    assert [v.aval for v in jaxpr_of(result.graph).jaxpr.outvars] == [v.aval for v in jaxpr_of(graph).jaxpr.outvars]
+
+
+@pytest.mark.parametrize("kept", ["nothing", "some values"])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_results_under_jit(name, kept):
+    """Equal to 1e-6 of the largest element: the compiler fuses recomputed values differently (bit for bit without fusion, below)."""
+    step, args = STEPS[name]()
+    expected = jax.tree.leaves(jax.jit(step)(*args))
+    actual = jax.jit(evaluator(rewritten(step, args, KEPT[kept])))(*jax.tree.leaves(args))
+    for want, got in zip(expected, actual, strict=True):
+        assert got.dtype == want.dtype
+        if jnp.issubdtype(want.dtype, jnp.floating):
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * max(float(jnp.abs(want).max()), 1e-30))
+        else:
+            np.testing.assert_array_equal(words(got), words(want))
+
+
+@pytest.mark.parametrize("name", ["dropout_new_key", "custom_gradients", "tied_embeddings", "recurrent_scan", "transformer_scan"])
+def test_results_are_bit_equal_without_fusion(name):
+    """Operation by operation, nothing is fused: the recomputed values are the saved ones."""
+    step, args = STEPS[name]()
+    leaves = jax.tree.leaves(args)
+    with jax.disable_jit():
+        expected = evaluator(graph_of(step, args))(*leaves)
+        for kept in (nothing, some):
+            for want, got in zip(expected, evaluator(rewritten(step, args, kept))(*leaves), strict=True):
+                np.testing.assert_array_equal(words(got), words(want))
+
+
+# ------------------------------------------------------------------------------------------------- beside jax.checkpoint
+
+
+def layer(x, w):
+    a = jax.nn.softmax(x @ w["a"], axis=-1)
+    return x + jnp.tanh(a @ w["b"]) @ w["c"]
+
+
+def convolution(x, w):
+    y = lax.conv_general_dilated(x, w["first"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    y = jax.nn.gelu(y - y.mean((0, 1, 2)))
+    return x + lax.conv_general_dilated(y, w["second"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def loop_step(function):
+    def step(weights, x):
+        def loss(weights):
+            h = x
+            for w in weights:
+                h = function(h, w)
+            return (h**2).sum()
+
+        return jax.grad(loss)(weights)
+
+    return step
+
+
+def scan_step(function):
+    def step(weights, x):
+        return jax.grad(lambda w: (lax.scan(lambda h, one: (function(h, one), None), x, w)[0] ** 2).sum())(weights)
+
+    return step
+
+
+def accumulated_step(function):
+    def step(weights, batches):
+        def one(total, x):
+            return jax.tree.map(jnp.add, total, scan_step(function)(weights, x)), None
+
+        return lax.scan(one, jax.tree.map(jnp.zeros_like, weights), batches)[0]
+
+    return step
+
+
+def dense_weights(layers, width):
+    one = {name: jax.ShapeDtypeStruct((width, width), jnp.float32) for name in "abc"}
+    return [one] * layers
+
+
+def stacked(weights):
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((len(weights), *a.shape), a.dtype), weights[0])
+
+
+DENSE = dense_weights(6, 128)
+ROWS = jax.ShapeDtypeStruct((512, 128), jnp.float32)
+KERNELS = [{"first": jax.ShapeDtypeStruct((3, 3, 8, 32), jnp.float32), "second": jax.ShapeDtypeStruct((3, 3, 32, 8), jnp.float32)}] * 4
+IMAGES = jax.ShapeDtypeStruct((4, 16, 16, 8), jnp.float32)
+
+
+def compiled(function, args):
+    return jax.jit(function).lower(*args).compile()
+
+
+def lowered_flops(function, args):
+    return jax.jit(function).lower(*args).cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize(
+    ("make", "function", "args"),
+    [(loop_step, layer, (DENSE, ROWS)), (loop_step, convolution, (KERNELS, IMAGES))],
+    ids=["dense loop", "convolution loop"],
+)
+def test_loop_costs_the_flops_of_checkpoint(make, function, args):
+    """Flops before the compiler: that of the CPU drops optimization barriers and then merges what is recomputed with the original."""
+    graph = graph_of(make(function), args)
+    blocks = find_blocks(graph)
+    layers = {n: frozenset() for n, block in enumerate(blocks) if block.name == function.__name__}
+    layers = layers or {n: frozenset() for n, block in enumerate(blocks) if len(block.residuals) > 3}
+    result = recompute(graph, layers).graph
+    plain, theirs = lowered_flops(make(function), args), lowered_flops(make(jax.checkpoint(function)), args)
+    ours = lowered_flops(evaluator(result), jax.tree.leaves(args))
+    assert theirs > 1.1 * plain
+    assert ours == pytest.approx(theirs, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("make", "args"),
+    [(scan_step, (stacked(DENSE), ROWS)), (accumulated_step, (stacked(DENSE), jax.ShapeDtypeStruct((3, 512, 128), jnp.float32)))],
+    ids=["scan", "accumulated"],
+)
+def test_scan_costs_the_memory_and_flops_of_checkpoint(make, args):
+    plain = compiled(make(layer), args)
+    theirs = compiled(make(jax.checkpoint(layer)), args)
+    ours = compiled(evaluator(rewritten(make(layer), args)), jax.tree.leaves(args))
+    plain_bytes, their_bytes, our_bytes = (c.memory_analysis().temp_size_in_bytes for c in (plain, theirs, ours))
+    assert their_bytes < 0.7 * plain_bytes
+    assert our_bytes == pytest.approx(their_bytes, rel=0.05)
+    assert ours.cost_analysis()["flops"] == pytest.approx(theirs.cost_analysis()["flops"], rel=0.01)
+
+
+# --------------------------------------------------------------------------------------------------------- particulars
+
+
+def test_dropped_residuals_are_no_longer_stacked():
+    args = (stacked(DENSE), ROWS)
+    graph = graph_of(scan_step(layer), args)
+    (block,) = (b for b in find_blocks(graph) if b.scan)
+    before = len(block.scan[0].outputs)
+    result = recompute(graph, {find_blocks(graph).index(block) if block in find_blocks(graph) else 0: frozenset()}).graph
+    forward, backward = (node for node in result.nodes if node.prim == "scan")
+    assert len(block.scan[0].outputs) == before  # the original is as it was
+    assert len(forward.outputs) < before
+    stacks = [result.values[y].shape for y in forward.outputs[forward.num_carry :]]
+    assert stacks == [(6, 512, 128)]  # the carry that enters each trip
+    first = backward.bodies[0].nodes[0]
+    assert first.prim == "optimization_barrier"
+
+
+def test_kept_values_need_not_be_residuals():
+    """Keeping the softmax's input alone: the matmul before it is not run again."""
+    args = (DENSE, ROWS)
+    graph = graph_of(loop_step(layer), args)
+    blocks = find_blocks(graph)
+    scores = {n: frozenset({next(node for node in b.forward if node.prim == "dot_general").outputs[0]}) for n, b in enumerate(blocks[:-1])}
+    count = lambda g: sum(node.prim == "dot_general" for node in g.nodes)  # noqa: E731
+    with_scores, without = recompute(graph, scores).graph, recompute(graph, {n: frozenset() for n in scores}).graph
+    assert count(without) == count(with_scores) + len(scores)
+
+
+def test_effects_are_not_repeated():
+    seen = []
+
+    def noisy(x, w):
+        jax.debug.callback(lambda value: seen.append(float(value)), x[0, 0])
+        return layer(x, w)
+
+    weights = jax.tree.map(lambda a: jnp.full(a.shape, 0.01), dense_weights(3, 8))
+    result = rewritten(loop_step(noisy), (weights, jnp.ones((4, 8))))
+    jax.block_until_ready(jax.jit(evaluator(result))(*jax.tree.leaves((weights, jnp.ones((4, 8))))))
+    jax.effects_barrier()
+    assert len(seen) == 3
+
+
+def test_messages():
+    graph = graph_of(loop_step(layer), (DENSE, ROWS))
+    blocks = find_blocks(graph)
+    with pytest.raises(ValueError, match=rf"there is no block 99: find_blocks found {len(blocks)} of them, counted from 0"):
+        recompute(graph, {99: frozenset()})
+    with pytest.raises(ValueError, match=r"block 0 \(.*\) does not make value 0: keep values that its forward nodes return"):
+        recompute(graph, {0: frozenset({0})})
