@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from jaxauto import planner
 from jaxauto.core import Estimate
 from jaxauto.errors import ConstraintError
 from jaxauto.estimate import estimate
+from jaxauto.solve.search import Candidate
 from jaxauto.tables import duration, size
 
 if TYPE_CHECKING:
@@ -51,7 +52,9 @@ def try_all(plan: Plan, paths: Sequence[str], shape: Sequence[int], chosen: Part
     """Other shardings of arguments that are alike, each solved again.
 
     Args:
-      paths: the arguments, of one ``shape``; all get the same sharding.
+      plan: with what its search knew.
+      paths: the arguments; all get the same sharding.
+      shape: of each of them.
       chosen: what the plan has; left out.
     """
     sizes = dict(plan.mesh.shape)
@@ -97,13 +100,21 @@ def _trial(plan: Plan, paths: Sequence[str], spec: PartitionSpec) -> Trial:
     options = replace(solved.options, constraints={**given, **{_literal(p): spec for p in paths}}, time_limit=_TRIAL_SECONDS)
     deadline = time.monotonic() + _TRIAL_SECONDS
     try:
-        found = planner.search(solved.step, solved.remat, solved.levels, best.model.mesh, solved.target, plan.budget_bytes, options, deadline)
+        found = planner.search(
+            solved.step, solved.remat, solved.levels, best.model.mesh, solved.target, plan.budget_bytes, options, deadline
+        )
     except ConstraintError as error:
         return Trial(spec, None, f"not possible: {error}")
     if found.best is None:
         return Trial(spec, None, f"does not fit: the least it needs is {size(found.leanest.peak_bytes)}")
     other = estimate(found.best)
-    return Trial(spec, other, difference(plan.estimate, other))
+    reason = difference(plan.estimate, other)
+    return Trial(spec, other, f"recomputes activations: {reason}" if recomputes(found.best) and not recomputes(best) else reason)
+
+
+def recomputes(candidate: Candidate) -> bool:
+    """Whether a candidate makes anything again in the backward pass."""
+    return any(kept is not None for kept in candidate.variant.kept)
 
 
 def _literal(path: str) -> str:
@@ -119,13 +130,13 @@ def difference(here: Estimate, there: Estimate) -> str:
             parts[name] = parts.get(name, 0.0) + sign * seconds
     largest = max(map(abs, parts.values()))
     told = sorted((p for p in parts.items() if largest and abs(p[1]) >= _TELLING * largest), key=lambda p: -abs(p[1]))
-    texts = [f"{name} {_signed(seconds, duration)}" for name, seconds in told[:4]]
+    texts = [f"{name} {signed(seconds, duration)}" for name, seconds in told[:4]]
     memory = there.peak_memory - here.peak_memory
     if abs(memory) > 0.005 * here.peak_memory:
-        texts.append(f"memory {_signed(memory, size)}")
+        texts.append(f"memory {signed(memory, size)}")
     hidden = (there.comm_time - there.exposed_comm_time) - (here.comm_time - here.exposed_comm_time)
     if abs(hidden) > _TELLING * max(largest, 1e-12):
-        texts.append(f"hidden behind computation {_signed(hidden, duration)}")
+        texts.append(f"hidden behind computation {signed(hidden, duration)}")
     return ", ".join(texts) or "the same"
 
 
@@ -136,5 +147,6 @@ def _by_kind(e: Estimate) -> dict[str, float]:
     return total
 
 
-def _signed(amount: float, write: Any) -> str:
-    return f"{'+' if amount >= 0 else '-'}{write(abs(amount))}"
+def signed(amount: float, write: Callable[[float], str]) -> str:
+    """``"+1.20 ms"``; nothing has no sign."""
+    return ("+" if amount > 0 else "-" if amount < 0 else "") + write(abs(amount))

@@ -10,18 +10,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from jaxauto import compat
 from jaxauto.core import Graph, Literal, Node, Value
 from jaxauto.segments import Stretch, cut
 
 # Made from arguments and constants by these alone, a value is cheap to make again and belongs to whoever uses it.
-_SOURCES = frozenset(
-    """abs add and broadcast broadcast_in_dim clamp concatenate convert_element_type copy copy_p cos div dynamic_slice eq erf_inv exp
-    expand_dims ge gt imag integer_pow iota is_finite le log log1p lt max min mul ne neg not or pow random_bits random_fold_in random_seed
-    random_split random_unwrap random_wrap real reduce_precision rem reshape rev rsqrt select_n shift_left shift_right_logical sign sin
-    slice split sqrt square squeeze stop_gradient sub threefry2x32 transpose xor nextafter bitcast_convert_type""".split()
-)
+# fmt: off
+_SOURCES = frozenset([
+    "abs", "add", "and", "bitcast_convert_type", "broadcast", "broadcast_in_dim", "clamp", "concatenate", "convert_element_type", "copy",
+    "copy_p", "cos", "div", "dynamic_slice", "eq", "erf_inv", "exp", "expand_dims", "ge", "gt", "imag", "integer_pow", "iota",
+    "is_finite", "le", "log", "log1p", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow", "random_bits",
+    "random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap", "real", "reduce_precision", "rem", "reshape", "rev",
+    "rsqrt", "select_n", "shift_left", "shift_right_logical", "sign", "sin", "slice", "split", "sqrt", "square", "squeeze",
+    "stop_gradient", "sub", "threefry2x32", "transpose", "xor",
+])
+# fmt: on
+# With these, the operations that alone make no block worth having.
+_LIGHT = frozenset(["reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin", "tanh", "logistic", "erf"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +41,7 @@ class Block:
       inputs: values made outside that it reads: arguments, constants, outputs of earlier blocks. They are alive anyway, but for the
         carries of a scan: one that recomputation reads is stacked for it.
       residuals: values it makes that only the backward pass needs later: the candidates to keep or to recompute.
-      outputs: values it makes that others need too, and that are alive anyway: later blocks, results of the step, stacked results of a scan.
+      outputs: values it makes that others need too (later blocks, results of the step, stacked results of a scan): alive anyway.
       count: trips of the scan, else 1. Bytes of a scan's values count this many times.
       scan: the forward scan and the backward scan that eats its residuals.
       graph: the graph that holds the nodes, or the two scans.
@@ -157,13 +164,14 @@ def _unrolled(graph: Graph, phase: dict[int, int], p: int, pairs: set[int]) -> l
         return []
     sources = _source_nodes(graph, nodes)
     core = [n for n in nodes if n.id not in sources]
-    segment_of = _segments(graph, core, residual, pairs, phase, p)
+    segment_of = _segments(graph, core, residual, pairs)
     _sink(values, nodes, sources, segment_of)
     groups: dict[int, list[Node]] = {}
     for n in nodes:
         groups.setdefault(segment_of[n.id], []).append(n)
     left = {x for x in graph.outputs if isinstance(x, int)}
-    made = (_block(graph, groups[s], segment_of, phase, p, residual, left) for s in sorted(groups) if not any(n.id in pairs for n in groups[s]))
+    straight = (groups[s] for s in sorted(groups) if not any(n.id in pairs for n in groups[s]))
+    made = (_block(graph, group, segment_of, residual, left, p) for group in straight)
     return [block for block in made if block.residuals]
 
 
@@ -178,7 +186,7 @@ def _source_nodes(graph: Graph, nodes: list[Node]) -> set[int]:
     return found
 
 
-def _segments(graph: Graph, core: list[Node], residual: set[int], pairs: set[int], phase: dict[int, int], p: int) -> dict[int, int]:
+def _segments(graph: Graph, core: list[Node], residual: set[int], pairs: set[int]) -> dict[int, int]:
     """Core node id → number of its segment; a scan pair is a segment of its own."""
     values = graph.values
     index = {n.id: k for k, n in enumerate(core)}
@@ -195,12 +203,12 @@ def _segments(graph: Graph, core: list[Node], residual: set[int], pairs: set[int
                 saved[k] += weight
     words: dict = {}
     tokens = [words.setdefault(_word(values, n), len(words)) for n in core]
-    cheap = [n.prim in _SOURCES or n.prim.startswith("reduce") or n.prim in ("tanh", "logistic", "erf") for n in core]
-    stretch = Stretch.of(tokens, spans, weights, saved, [not c for c in cheap])
+    heavy = [float(n.prim not in _SOURCES | _LIGHT) for n in core]
+    stretch = Stretch.of(tokens, spans, weights, (saved, heavy))
     walls = [k for k, n in enumerate(core) if n.id in pairs]
     bounds = sorted({0, len(core), *walls, *(k + 1 for k in walls)})
     cuts = set(bounds)
-    for lo, hi in zip(bounds[:-1], bounds[1:], strict=True):
+    for lo, hi in pairwise(bounds):
         if lo not in walls:
             cuts |= set(cut(stretch, lo, hi))
     starts = sorted(cuts - {len(core)})
@@ -230,7 +238,7 @@ def _sink(values: dict[int, Value], nodes: list[Node], sources: set[int], segmen
             segment_of[node.id] = used_in.pop() if len(used_in) == 1 else min({place, *used_in})
 
 
-def _block(graph: Graph, nodes: list[Node], segment_of: dict[int, int], phase, p: int, residual: set[int], left: set[int]) -> Block:
+def _block(graph: Graph, nodes: list[Node], segment_of: dict[int, int], residual: set[int], left: set, p: int) -> Block:
     values = graph.values
     made = [out for n in nodes for out in n.outputs]
     own = {n.id for n in nodes}
@@ -262,23 +270,19 @@ def _pair(graph: Graph, forward: Node, phase: dict[int, int]) -> Block | None:
         return None
     values = graph.values
     stacked = forward.outputs[forward.num_carry :]
-    eaten: Counter = Counter()
+    eaten: dict[int, float] = {}
     scans: dict[int, Node] = {}
     for y in stacked:
         for user in {u.id: u for u in values[y].users}.values():
-            if is_backward_of(forward, user, phase):
-                eaten[user.id] += bytes_of(values[y])
+            if _is_backward_of(forward, user, phase):
+                eaten[user.id] = eaten.get(user.id, 0.0) + bytes_of(values[y])
                 scans[user.id] = user
     if not eaten:
         return None
     backward = scans[min(eaten, key=lambda n: (-eaten[n], n))]
     (body,) = forward.bodies
-    left = set(graph.outputs)
-    free = {
-        y
-        for y in stacked
-        if y not in left and all(u is backward for u in values[y].users) and y not in backward.inputs[: backward.num_consts + backward.num_carry]
-    }
+    elsewhere = {*graph.outputs, *backward.inputs[: backward.num_consts + backward.num_carry]}
+    free = {y for y in stacked if y not in elsewhere and all(u is backward for u in values[y].users)}
     inner = list(zip(body.outputs[forward.num_carry :], stacked, strict=True))
     fixed = {v for v, y in inner if y not in free}
     own = {out for n in body.nodes for out in n.outputs}
@@ -289,6 +293,6 @@ def _pair(graph: Graph, forward: Node, phase: dict[int, int]) -> Block | None:
     return Block(name, tuple(body.nodes), inputs, residuals, outputs, forward.trips, (forward, backward), graph, phase[forward.id])
 
 
-def is_backward_of(forward: Node, user: Node, phase: dict[int, int]) -> bool:
+def _is_backward_of(forward: Node, user: Node, phase: dict[int, int]) -> bool:
     """Whether ``user`` is a scan of the backward pass, trip for trip with ``forward``."""
     return user.prim == "scan" and user.backward and phase.get(user.id, 0) > phase[forward.id] and user.trips == forward.trips

@@ -12,9 +12,8 @@ import numpy as np
 
 from jaxauto import alternatives, compat
 from jaxauto.cost.compute import operation_seconds, traffic_seconds
-from jaxauto.cost.fusion import value_bytes
 from jaxauto.errors import ArgumentError
-from jaxauto.naming import fold_paths, local_shape, mask, mask_all, mask_place, spec_text
+from jaxauto.naming import fold_paths, local_shape, mask, mask_all, mask_place, short_source, spec_text
 from jaxauto.solve.search import Candidate, timeline
 from jaxauto.tables import Section, as_text, duration, share, size
 
@@ -53,13 +52,14 @@ def _memory(plan: Plan) -> Section:
     e = plan.estimate
     room = plan.budget_bytes - e.peak_memory
     rows = [(name, size(b), share(b, e.peak_memory)) for name, b in sorted(e.memory.items(), key=lambda kv: -kv[1]) if b > 0]
-    kept, again = (sum(d.bytes_ for d in plan.remat if d.action == action) for action in ("kept", "recomputed"))
-    seconds = sum(d.seconds for d in plan.remat if d.action == "recomputed")
+    again = [d for d in plan.remat if d.action == "recomputed"]
     lines = [f"Peak {size(e.peak_memory)} of a budget of {size(plan.budget_bytes)} on each device: {size(room)} to spare."]
     if again:
-        lines.append(f"Recomputing saves {size(again)} of activations for {duration(seconds)}; {size(kept)} are kept.")
+        lines.append(
+            f"{size(sum(d.bytes_ for d in again))} of activations are recomputed, in {duration(sum(d.seconds for d in again))} of a step."
+        )
     elif plan.remat:
-        lines.append(f"Memory does not bind: all activations are kept as written ({size(kept)}).")
+        lines.append("No activation is recomputed.")
     return Section("What binds memory", ("at the peak", ">bytes", ">share"), rows, lines)
 
 
@@ -80,7 +80,13 @@ def _largest(plan: Plan, best: Candidate) -> Section:
         total[key][1] += float(sizes[k])
     ordered = sorted(total.items(), key=lambda kv: -kv[1][1])[:_ROWS]
     rows = [
-        (", ".join(n for n, _, _ in fold_paths(paths[key])[:2]) or key[0], f"{key[1]}{key[2]}", f"{count:.0f}", size(bytes_), share(bytes_, best.peak_bytes))
+        (
+            ", ".join(n for n, _, _ in fold_paths(paths[key])[:2]) or key[0],
+            f"{key[1]}{key[2]}",
+            f"{count:.0f}",
+            size(bytes_),
+            share(bytes_, best.peak_bytes),
+        )
         for key, (count, bytes_) in ordered
     ]
     return Section("Largest values alive at the peak", ("value", "whole array", ">count", ">bytes on a device", ">share"), rows)
@@ -91,7 +97,7 @@ def _place(node: Any) -> str:
     if node is None:
         return "input of a loop"
     name = f"{node.scope}/{node.prim}" if node.scope else node.prim
-    return mask_all(name) + (f"  {node.source}" if node.source else "")
+    return mask_all(name) + (f"  {short_source(node.source)}" if node.source else "")
 
 
 def _operations(plan: Plan, best: Candidate) -> Section:
@@ -136,7 +142,10 @@ def _meshes(plan: Plan) -> Section:
 def _alternatives(plan: Plan) -> Section:
     s = plan.solver
     bound = f"No plan on this mesh is faster than {duration(s.bound)} by the same estimate: this one is within {100 * s.gap:.1f} %."
-    return Section("Alternatives", lines=[bound, "plan.explain(path) solves again with other shardings of one argument, and says what each would cost."])
+    return Section(
+        "Alternatives",
+        lines=[bound, "plan.explain(path) solves again with other shardings of one argument, and says what each would cost."],
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- arguments
@@ -168,11 +177,13 @@ def _argument(plan: Plan, members: Sequence[int]) -> list[Section]:
     if not aval.shape:
         return [Section(name, lines=[what, "A scalar is on every device."])]
     if alternatives.solved_of(plan) is None:
-        return [Section(name, lines=[what, "The plan was loaded from a file: call jaxauto.plan again to ask what another sharding would cost."])]
+        return [
+            Section(name, lines=[what, "The plan was loaded from a file: call jaxauto.plan again to ask what another sharding would cost."])
+        ]
     e = plan.estimate
-    rows = [(f"{spec_text(spec)}  (chosen)", duration(e.step_time), "", size(e.peak_memory), "")]
-    for trial in alternatives.try_all(plan, [plan.in_paths[k] for k in members], aval.shape, spec):
-        rows.append(_trial_row(trial, plan))
+    chosen = (f"{spec_text(spec)}  (chosen)", duration(e.step_time), "", size(e.peak_memory), "")
+    trials = alternatives.try_all(plan, [plan.in_paths[k] for k in members], aval.shape, spec)
+    rows = [chosen, *(_trial_row(trial, plan) for trial in trials)]
     columns = ("sharding", ">step", ">against it", ">peak", "why")
     lines = ["Each is the best plan found that has it, on the same mesh and budget; everything else is free to change."]
     return [Section(name, lines=[what]), Section("Why not another", columns, rows, lines)]
@@ -182,5 +193,10 @@ def _trial_row(trial: alternatives.Trial, plan: Plan) -> tuple[str, ...]:
     if trial.estimate is None:
         return (spec_text(trial.spec), "-", "", "-", trial.reason)
     seconds = trial.estimate.step_time - plan.estimate.step_time
-    against = f"{'+' if seconds >= 0 else '-'}{duration(abs(seconds))}"
-    return (spec_text(trial.spec), duration(trial.estimate.step_time), against, size(trial.estimate.peak_memory), trial.reason)
+    return (
+        spec_text(trial.spec),
+        duration(trial.estimate.step_time),
+        alternatives.signed(seconds, duration),
+        size(trial.estimate.peak_memory),
+        trial.reason,
+    )

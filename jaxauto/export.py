@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jax.sharding import PartitionSpec
 
 from jaxauto.blocks import phases
-from jaxauto.core import Graph
+from jaxauto.core import Decisions, Graph
 from jaxauto.graph import walk
 from jaxauto.naming import spec_text
 from jaxauto.policy import policy_table
@@ -81,13 +81,11 @@ def export(plan: Plan) -> str:
     parts = [_head(plan), _data(plan), _CODE]
     if graph is not None:
         parts.append(_constraints(plan, graph))
-        if any(kept is not None for kept in plan.decisions.kept):
-            table = {key: turns for key, turns in policy_table(graph, plan.decisions, detailed=False).items() if any(turns)}
-            parts.append(_POLICY.format(table=_pretty(table)))
-        else:
-            parts.append("\n# Rematerialisation: none; everything is kept as the step is written.\n")
+        parts.append(policy_source(graph, plan.decisions))
     else:
-        parts.append("\n# The plan was loaded from a file: plan.bind(step, *args).export() also lists constraints and the jax.checkpoint policy.\n")
+        parts.append(
+            "\n# The plan was loaded from a file: plan.bind(step, *args).export() also lists constraints and the jax.checkpoint policy.\n"
+        )
     return "".join(parts)
 
 
@@ -111,10 +109,16 @@ def _head(plan: Plan) -> str:
 
 def _data(plan: Plan) -> str:
     specs = "".join(f"    {path!r}: {spec_text(spec)},\n" for path, spec in plan.specs.items())
+    keywords = [path for path in plan.in_paths if not path.partition(".")[0].isdigit()]
+    note = (
+        "# The step was planned with keyword arguments: pass them by position, jax.jit takes in_shardings for those alone.\n"
+        if keywords
+        else ""
+    )
     outs = "".join(f"    {spec_text(spec)},  # {_comment(path)}\n" for path, spec in zip(plan.out_paths, plan.out_specs, strict=True))
     return (
         f"\nMESH = {dict(plan.mesh.shape)!r}\n"
-        f"\n# Argument path (position, then keys) -> PartitionSpec.\nSPECS = {{\n{specs}}}\n"
+        f"\n# Argument path (position, then keys) -> PartitionSpec.\n{note}SPECS = {{\n{specs}}}\n"
         f"\n# Of the results, in the order of jax.tree.leaves.\nOUT_SPECS = [\n{outs}]\n"
         f"\n# Arguments whose buffers the step may reuse.\nDONATE = {_donated(plan)!r}\n"
     )
@@ -133,8 +137,12 @@ def _donated(plan: Plan) -> tuple[int, ...]:
     return tuple(int(head) for head, donated in whole.items() if donated and head.isdigit())
 
 
-def _pretty(table: dict) -> str:
-    return pprint.pformat(table, width=130, sort_dicts=False)
+def policy_source(graph: Graph, decisions: Decisions) -> str:
+    """Source of ``checkpoint_policy()``, or a comment when nothing is recomputed."""
+    if all(kept is None for kept in decisions.kept):
+        return "\n# Rematerialisation: none; everything is kept as the step is written.\n"
+    table = {key: turns for key, turns in policy_table(graph, decisions, detailed=False).items() if any(turns)}
+    return _POLICY.format(table=pprint.pformat(table, width=130, sort_dicts=False))
 
 
 # ------------------------------------------------------------------------------------------------------------- constraints
@@ -152,7 +160,7 @@ def _constraints(plan: Plan, graph: Graph) -> str:
         spec = partition_spec(sharding)
         what = f"{node.prim} -> {value.dtype}{list(value.shape)}:  x = constrain({_arguments(spec)})"
         places[node.source, node.scope][what] += 1
-    lines = ["\n# CONSTRAINTS: what the plan pins, at the source lines of the model. Without them the compiler guesses from the arguments alone."]
+    lines = ["\n# CONSTRAINTS: what the plan pins, at the source lines of the model. Without them the compiler guesses from the arguments."]
     for (source, scope), pins in places.items():
         lines.append(f"# {_comment(source) or 'unknown source'}{'  in ' + _comment(scope) if scope else ''}")
         lines += [f"#     {_comment(what)}{f'   ({count} times)' if count > 1 else ''}" for what, count in pins.items()]

@@ -81,12 +81,12 @@ def _ranges(numbers: tuple[int, ...]) -> str:
 
 
 def mask_place(where: str) -> str:
-    """A scope with its layer numbers hidden; a source line as it is."""
-    return where if ":" in where else mask_all(where)
+    """A scope with its layer numbers hidden; of a source line the file's name and the function."""
+    return short_source(where) if ".py:" in where else mask_all(where)
 
 
 def fold_words(names: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Names alike but for a word that is neither first nor last → ``("0.opt.{mu,nu}.kernel", 2, 0)``: name, how many, index of the first."""
+    """Names alike but for a word that is neither first nor last → ``("0.opt.{mu,nu}.kernel", 2, 0)``: name, number, where the first is."""
     rows = [(name.split("."), 1, k) for k, name in enumerate(names)]
     for slot in range(1, max((len(words) for words, _, _ in rows), default=0) - 1):
         merged: dict[tuple, list[tuple[list[str], int, int]]] = {}
@@ -104,3 +104,10 @@ def _one_of(members: list[tuple[list[str], int, int]], slot: int) -> tuple[list[
         return words, count, k
     choice = "{" + ",".join(row[0][slot] for row in members) + "}"
     return [*words[:slot], choice, *words[slot + 1 :]], sum(row[1] for row in members), k
+
+
+def short_source(source: str) -> str:
+    """``"/a/b/model.py:26:24 (Model.<locals>.block)"`` → ``"model.py:26:24 (block)"``."""
+    place, blank, function = source.partition(" (")
+    name = function.rstrip(")").rpartition(".")[2]
+    return place.rpartition("/")[2] + (f" ({name})" if blank and name.isidentifier() else "")

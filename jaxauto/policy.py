@@ -45,8 +45,11 @@ def checkpoint_policy(graph: Graph, decisions: Decisions) -> Callable[..., bool]
 def policy_table(graph: Graph, decisions: Decisions, *, detailed: bool = True) -> dict[tuple, Turns]:
     """Signature → whether results are saved, for equal equations in turn. Not ``detailed``: signatures without parameters."""
     answers: dict[tuple, list[tuple[int, bool]]] = defaultdict(list)
-    for number, (block, kept) in enumerate(zip(find_blocks(graph), decisions.kept, strict=True)):
-        saved, again = block_answers(block, kept)
+    blocks = find_blocks(graph)
+    words = [_word(block, graph) for block in blocks]
+    for number, (block, kept) in enumerate(zip(blocks, decisions.kept, strict=True)):
+        alone = words[number] not in words[max(number - 1, 0) : number] + words[number + 1 : number + 2]
+        saved, again = block_answers(block, kept, frozenset(block.outputs) if kept or alone else frozenset())
         for node in block.forward:
             if node.id in saved or node.id in again:
                 avals = [x.aval if isinstance(x, Literal) else graph.values[x].aval for x in node.inputs]
@@ -55,15 +58,27 @@ def policy_table(graph: Graph, decisions: Decisions, *, detailed: bool = True) -
     return {key: _turns(found) for key, found in answers.items()}
 
 
-def block_answers(block: Block, kept: frozenset[int] | None) -> tuple[set[int], set[int]]:
-    """(ids of nodes whose results are saved, ids of those that run again); the others' results nobody needs later."""
+def _word(block: Block, graph: Graph) -> tuple:
+    return tuple((node.prim, *(graph.values[out].shape for out in node.outputs)) for node in block.forward)
+
+
+def block_answers(block: Block, kept: frozenset[int] | None, waist: frozenset[int]) -> tuple[set[int], set[int]]:
+    """(ids of nodes whose results are saved, ids of those that run again); the others' results nobody needs later.
+
+    Args:
+      block: from ``find_blocks``.
+      kept: of the block, None for as written.
+      waist: outputs of the block to save, because they can be inside the user's block. In a row of equal blocks that keep nothing, none:
+        the user's block has its own boundary somewhere in each, which jax.checkpoint saves anyway.
+    """
     if kept is None:
         wanted = {*block.residuals, *block.outputs}
         return {node.id for node in block.forward if wanted & {*node.outputs}}, set()
     nodes, reads = closure(block, kept)
-    wanted = {*kept, *reads, *block.outputs}
+    wanted = {*kept, *waist, *({*reads} - {*block.outputs})}
     saved = {node.id for node in block.forward if wanted & {*node.outputs}}
-    return saved, {node.id for node in nodes} - saved
+    again = {node.id for node in nodes} | {node.id for node in block.forward if {*block.outputs} & {*node.outputs}}
+    return saved, again - saved
 
 
 def signature(prim: str, avals: Sequence[Any], params: Mapping[str, Any]) -> tuple:

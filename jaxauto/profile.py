@@ -17,14 +17,15 @@ from jaxauto.cost.compute import traffic_seconds
 from jaxauto.cost.fusion import Buffers, find_buffers, live_bytes, value_bytes
 from jaxauto.errors import ArgumentError
 from jaxauto.graph import build, multiplicity, walk
-from jaxauto.groups import OPERATIONS, data_dependent, feeding_operations
+from jaxauto.groups import OPERATIONS, feeding_operations
+from jaxauto.passes import PASSES, label_passes
 from jaxauto.rules import rule_for
 from jaxauto.targets.target import Target, resolve
 from jaxauto.timeline import Live, Row, Table, Timeline, html_table, short, text_table
 from jaxauto.trace import Traced, trace
 
-PHASES = ("forward", "backward", "optimizer")
 _MATRIX = frozenset({Kind.DOT, Kind.CONV})
+_PLATFORM = "tpu"  # whose compiler decides what is fused when no target is named
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,8 @@ def profile(
       mesh: ``jax.sharding.Mesh`` or axis sizes such as ``{"data": 4}``: numbers are then for one device, under the sharding that the
         planner completes from ``in_specs``, as written (nothing recomputed).
       in_specs: globs over argument paths → PartitionSpec, e.g. ``{"1.*": P("data")}``.
-      target: a chip to count seconds for, ``"v5p:2x2x1"`` or a ``jaxauto.Target``.
+      target: a chip to count seconds for, ``"v5p:2x2x1"`` or a ``jaxauto.Target``; its compiler also decides what is fused (None: an
+        accelerator's).
       donate_argnums: as ``jax.jit``; None: every argument that comes back as an output.
 
     Returns:
@@ -163,7 +165,7 @@ def profile(
 
         program = sharded_program(form.step, form.arguments(args), kwargs, mesh, in_specs or {}, target, donate_argnums)
     else:
-        program = _program(trace(form.step, form.arguments(args), kwargs, donate_argnums))
+        program = _program(trace(form.step, form.arguments(args), kwargs, donate_argnums), chip.platform if chip else _PLATFORM)
     return _Profiler(program, chip).run(name, str(resolve(target)) if target is not None else None)
 
 
@@ -194,10 +196,10 @@ def aliased_outputs(traced: Traced, graph: Graph) -> frozenset[int]:
     return frozenset(x for x in outputs if isinstance(x, int) and x not in graph.inputs)
 
 
-def _program(traced: Traced) -> Profiled:
+def _program(traced: Traced, platform: str) -> Profiled:
     graph = build(traced.jaxpr)
     rules = {node.id: rule_for(node.eqn) for node in walk(graph) if not node.bodies}
-    buffers = find_buffers(graph, rules, aliased_outputs(traced, graph))
+    buffers = find_buffers(graph, rules, aliased_outputs(traced, graph), platform)
     live = live_bytes(buffers, buffers.bytes_)
     return Profiled(traced, graph, rules, buffers, buffers.bytes_, live, lambda _: 1.0, lambda _: 1.0)
 
@@ -210,7 +212,7 @@ class _Profiler:
         self.graph, self.rules, self.buffers = program.graph, program.rules, program.buffers
         self.values = self.graph.values
         self.times = multiplicity(self.graph)
-        self.phase = label_phases(self.graph)
+        self.phase = label_passes(self.graph)
 
     def run(self, name: str, target: str | None) -> Profile:
         nodes = list(walk(self.graph))
@@ -279,7 +281,7 @@ class _Profiler:
                 so_far.bytes_ + cost.bytes_,
                 None if so_far.seconds is None or cost.seconds is None else so_far.seconds + cost.seconds,
             )
-        return {name: total[name] for name in PHASES if name in total}
+        return {name: total[name] for name in PASSES if name in total}
 
     def row(self, node: Node, cost: Phase) -> Row:
         last = self.values[node.outputs[-1]] if node.outputs else None
@@ -337,9 +339,8 @@ class _Profiler:
                     names[at], sources[at], phases[at] = _node_name(node), node.source, self.phase[node.id]
         if length > 1:
             names[0], names[-1] = names[0] or "start", names[-1] or "end"
-        backward = [self.buffers.position[n.id] for n in nodes if self.phase[n.id] == "backward"]
-        turn = min((self.buffers.loop_start.get(n.id, self.buffers.position[n.id]) for n in nodes if self.phase[n.id] == "backward"), default=None)
-        turn = turn if backward else None
+        backward = (node.id for node in nodes if self.phase[node.id] == "backward")
+        turn = min((self.buffers.loop_start.get(n, self.buffers.position[n]) for n in backward), default=None)
         live = self.program.live
         return Timeline(live, tuple(names), tuple(sources), tuple(phases), self.alive_at(int(live.argmax()), nodes), turn)
 
@@ -363,43 +364,6 @@ class _Profiler:
                 for k, number in enumerate(body.inputs):
                     names[number] = f"{name} carry[{k}]"
         return names
-
-
-def label_phases(graph: Graph) -> dict[int, str]:
-    """Node id (loop bodies included) → ``"forward" | "backward" | "optimizer"``.
-
-    A transposed equation is backward; one that depends on it and is not transposed is optimizer, unless another backward pass
-    follows it. What only the optimizer reads (weight decay, the step count) belongs to it. A loop that holds both passes
-    (accumulated gradients) is looked into.
-    """
-    level: dict[int, int] = {}  # value → number of changes of side in its history; odd: backward
-    own: dict[int, int] = {}
-    for node in graph.nodes:
-        latest = max((level.get(x, 0) for x in node.inputs if isinstance(x, int)), default=0)
-        inner = not node.backward and _holds_backward(node)
-        own[node.id] = latest + ((latest % 2 == 1) != node.backward)
-        for out in node.outputs:
-            level[out] = own[node.id] + 1 if inner else own[node.id]
-    last = max((n for n in level.values() if n % 2), default=-1)
-    labels: dict[int, str] = {}
-    for node in reversed(graph.nodes):
-        users = {labels.get(u.id) for out in node.outputs for u in graph.values[out].users}
-        if own[node.id] % 2:
-            labels[node.id] = "backward"
-        elif last >= 0 and (own[node.id] > last or (own[node.id] == 0 and users == {"optimizer"})):
-            labels[node.id] = "optimizer"
-        else:
-            labels[node.id] = "forward"
-        for body in node.bodies:
-            if labels[node.id] == "forward":
-                labels |= label_phases(body)
-            else:
-                labels |= {inside.id: labels[node.id] for inside in walk(body)}
-    return labels
-
-
-def _holds_backward(node: Node) -> bool:
-    return any(inside.backward for body in node.bodies for inside in walk(body))
 
 
 def _node_name(node: Node) -> str:

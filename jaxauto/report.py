@@ -11,11 +11,11 @@ from jaxauto import compat
 from jaxauto.core import Collective
 from jaxauto.explain import explain
 from jaxauto.naming import fold_paths, fold_words, local_shape, mask, mask_all, spec_text
-from jaxauto.tables import Section, as_html, as_page, as_text, duration, share, size
+from jaxauto.tables import Section, as_html, as_text, duration, page, share, size
 from jaxauto.writing import write_text
 
 if TYPE_CHECKING:
-    from jaxauto.plan import Plan
+    from jaxauto.plan import Plan, SolverReport
 
 __all__ = ["explain", "html", "sections", "summary", "write_html"]
 
@@ -32,7 +32,7 @@ def html(plan: Plan) -> str:
 
 def write_html(plan: Plan, path: str) -> str:
     """Write the plan as a page of its own; returns ``path``."""
-    write_text(path, as_page(sections(plan), f"jaxauto plan for {plan.target}"))
+    write_text(path, page(html(plan), f"jaxauto plan for {plan.target}"))
     return path
 
 
@@ -56,21 +56,18 @@ def _header(plan: Plan) -> list[tuple[str, str]]:
         ("mesh", " x ".join(f"{name}={n}" for name, n in dict(plan.mesh.shape).items())),
         ("target", plan.target),
         ("memory budget", f"{size(plan.budget_bytes)} on each device"),
-        (
-            "solver",
-            f"{solver.status}, gap {100 * solver.gap:.1f} %, {_searching(solver.seconds):.1f} s, "
-            f"{solver.variables} variables, {solver.constraints} constraints, {len(solver.meshes)} mesh shape{'s' * (len(solver.meshes) != 1)}",
-        ),
+        ("solver", f"{solver.status}, gap {100 * solver.gap:.1f} %, {_searching(solver.seconds):.1f} s, {_tried(solver)}"),
     ]
     if certificate is not None:
         verdict = "fits" if certificate.fits else "DOES NOT FIT"
-        rows.append(
-            (
-                "certificate",
-                f"{verdict}: {certificate.compiler} needs {size(certificate.bytes_)} of {size(certificate.budget_bytes)}, round {certificate.rounds}",
-            )
-        )
+        needs = f"{certificate.compiler} needs {size(certificate.bytes_)} of {size(certificate.budget_bytes)}"
+        rows.append(("certificate", f"{verdict}: {needs}, round {certificate.rounds}"))
     return rows
+
+
+def _tried(solver: SolverReport) -> str:
+    meshes = f"{len(solver.meshes)} mesh shape{'s' * (len(solver.meshes) != 1)}"
+    return f"{solver.variables} variables, {solver.constraints} constraints, {meshes}"
 
 
 def _searching(seconds: Mapping[str, float]) -> float:

@@ -37,9 +37,12 @@ class Stretch:
     heavy: np.ndarray
 
     @classmethod
-    def of(cls, tokens: Sequence[int], spans: Sequence[tuple[int, int]], weights: Sequence[float], saved: Sequence[float], heavy: Sequence[bool]) -> Stretch:
-        """From lists: ``spans`` are (first, last) of each value, ``saved`` and ``heavy`` are for each node."""
+    def of(
+        cls, tokens: Sequence[int], spans: Sequence[tuple[int, int]], weights: Sequence[float], costs: Sequence[Sequence[float]]
+    ) -> Stretch:
+        """From lists: ``spans`` are (first, last) of each value, ``costs`` the bytes saved by and the weight of each node."""
         ends = np.array(spans, dtype=np.int64).reshape(-1, 2)
+        saved, heavy = costs
         totals = [np.concatenate([[0.0], np.cumsum(np.asarray(x, dtype=float))]) for x in (saved, heavy)]
         return cls(np.asarray(tokens, dtype=np.int64), ends[:, 0], ends[:, 1], np.asarray(weights, dtype=float), *totals)
 

@@ -57,7 +57,9 @@ def load(path: str) -> Plan:
         raise ArgumentError(f'{path} is not a plan: it is no JSON object with "format": "{FORMAT}". Plans are written by plan.save(path).')
     version = data.get("version")
     if not isinstance(version, int) or version > VERSION:
-        raise ArgumentError(f"{path} is a plan of format version {version}; this jaxauto reads up to {VERSION}. Upgrade jaxauto, or plan again.")
+        raise ArgumentError(
+            f"{path} is a plan of format version {version}; this one reads up to {VERSION}. Upgrade jaxauto, or plan again."
+        )
     try:
         return from_dict(data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -239,12 +241,13 @@ def _check_arguments(plan: Plan, args: tuple, kwargs: Mapping[str, Any]) -> None
 
 def _check_program(plan: Plan, known: Step) -> None:
     outs = known.traced.out_avals
-    same = len(outs) == len(plan.out_avals) and all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(outs, plan.out_avals, strict=True))
+    same = [(a.shape, a.dtype) for a in outs] == [(a.shape, a.dtype) for a in plan.out_avals]
     got = fingerprint(known.graph)
     if got != plan.fingerprint or not same:
         raise PlanMismatchError(
-            f"the arguments fit, but the step is another program than the plan was made for (fingerprint {got}, planned {plan.fingerprint}; "
-            f"{len(outs)} results, planned {len(plan.out_avals)}): its code, a static argument or the version of a library has changed. Plan again."
+            "the arguments fit, but the step is another program than the plan was made for "
+            f"(fingerprint {got}, planned {plan.fingerprint}; {len(outs)} results, planned {len(plan.out_avals)}): "
+            "its code, a static argument or the version of a library has changed. Plan again."
         )
 
 

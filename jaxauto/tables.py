@@ -67,11 +67,11 @@ def as_html(sections: Sequence[Section]) -> str:
     return f'<div class="jaxauto">{_STYLE}{"".join(map(_html_section, sections))}</div>'
 
 
-def as_page(sections: Sequence[Section], title: str) -> str:
-    """The sections as a whole HTML document."""
+def page(fragment: str, title: str) -> str:
+    """A whole HTML document around a fragment."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title></head>'
-        f"<body>{as_html(sections)}</body></html>\n"
+        f"<body>{fragment}</body></html>\n"
     )
 
 
@@ -80,12 +80,14 @@ def _html_section(section: Section) -> str:
     if section.rows:
         marks = [' class="n"' if column.startswith(">") else "" for column in section.columns]
         head = "".join(f"<th{mark}>{html.escape(column.lstrip('>'))}</th>" for mark, column in zip(marks, section.columns, strict=True))
-        body = "".join(
-            "<tr>" + "".join(f"<td{mark}>{html.escape(cell)}</td>" for mark, cell in zip(marks, row, strict=True)) + "</tr>" for row in section.rows
-        )
+        body = "".join(f"<tr>{_cells(marks, row)}</tr>" for row in section.rows)
         parts.append(f"<table>{f'<thead><tr>{head}</tr></thead>' if any(section.columns) else ''}<tbody>{body}</tbody></table>")
     parts += [f"<p>{html.escape(line)}</p>" for line in section.lines]
     return "".join(parts)
+
+
+def _cells(marks: Sequence[str], row: Sequence[str]) -> str:
+    return "".join(f"<td{mark}>{html.escape(cell)}</td>" for mark, cell in zip(marks, row, strict=True))
 
 
 # -------------------------------------------------------------------------------------------------------------- quantities

@@ -71,16 +71,21 @@ def measure(step: Callable, args: tuple, chip: str, devices: int) -> dict[str, A
         return flat
 
     donate = [k for k, d in enumerate(traced.donated) if d]
-    target = Target(DEVICES[chip].format(SHAPES.get(chip, {}).get(devices, devices)))
+    target = target_of(chip, devices)
     outs = [PartitionSpec()] * len(traced.out_avals)
     compiled = compile_step(make, traced.in_avals, specs, outs, donate, target, (devices,), ("data",))
     return {"allocated": compiled.device_bytes, **compiled.memory}
 
 
-def predict(step: Callable, args: tuple, devices: int) -> float:
+def target_of(chip: str, devices: int) -> Target:
+    """``devices`` of a chip."""
+    return Target(DEVICES[chip].format(SHAPES.get(chip, {}).get(devices, devices)))
+
+
+def predict(step: Callable, args: tuple, chip: str, devices: int) -> float:
     """Peak bytes on one device, as jaxauto sees it."""
     if devices == 1:
-        return profile(step, *args).peak_memory
+        return profile(step, *args, target=target_of(chip, 1)).peak_memory
     form = frontend.functional(step, args)
     traced = trace(form.step, form.arguments(args))
     state = {i for i, _ in traced.state}
@@ -88,7 +93,7 @@ def predict(step: Callable, args: tuple, devices: int) -> float:
         path: PartitionSpec() if k in state or not _divides(a.shape, devices) else PartitionSpec("data")
         for k, (path, a) in enumerate(zip(traced.in_paths, traced.in_avals, strict=True))
     }
-    return profile(step, *args, mesh={"data": devices}, in_specs=specs).peak_memory
+    return profile(step, *args, mesh={"data": devices}, in_specs=specs, target=target_of(chip, devices)).peak_memory
 
 
 def _divides(shape: tuple[int, ...], devices: int) -> bool:
@@ -112,7 +117,7 @@ def run(targets: Iterable[str], devices: Iterable[int], rows: dict[str, dict], o
                     print(f"{key}: {failure}")
                     continue
                 started = time.monotonic()
-                predicted = predict(step, args, count)
+                predicted = predict(step, args, chip, count)
                 rows[key] = {"measured": measured, "predicted": predicted, "seconds": time.monotonic() - started}
                 print(f"{key:45} {measured['allocated'] / 1e6:10.3f} MB {measured['peak'] / 1e6:10.3f} {predicted / 1e6:10.3f} {error(rows[key]):+.1%}", flush=True)
                 out.write_text(json.dumps(rows, indent=1) + "\n")

@@ -43,9 +43,10 @@ class Tolerance:
 
 
 # By the coarsest floating-point type in the program: reassociation errs by some units in the last place of that type, and a few steps of
-# training carry it on. Measured on the zoo with arguments sharded by hand: see test_zoo.py.
+# training carry it on. The worst that test_zoo.py sees with arguments sharded by hand is 8e-5 of the largest element, in float32: a bias
+# that began at zero, after two steps of Adam. A gradient that is 1 % wrong errs by 1e-2 there.
 TOLERANCES = {
-    "float32": Tolerance(relative=1e-4, of_largest=5e-5),
+    "float32": Tolerance(relative=1e-4, of_largest=2e-4),
     "bfloat16": Tolerance(relative=2e-2, of_largest=5e-3),
     "float16": Tolerance(relative=4e-3, of_largest=1e-3),
 }

@@ -1,8 +1,16 @@
 """What a compiler materialises: buffers, when they live, and the bytes that move between them and HBM.
 
-The rules are those of XLA's instruction fusion, in outline: views and cheap elementwise equations are recomputed inside their consumers;
-an expensive one (a transcendental, random bits) is fused forward while it has one user and gets a buffer where it fans out; dots,
-convolutions, gathers, loops and reductions write buffers and, reductions excepted, read them.
+The rules are those of XLA's instruction fusion, in outline (instruction_fusion.cc, ComputeGloballyUnfusible): an elementwise equation is made
+again inside each of its consumers, unless that would read more arrays than its result is: what is made of two wide arrays gets a buffer
+where it fans out. So do random bits, and on CPU transcendentals, which take long to make (``MADE_ONCE``). Dots, convolutions, gathers, loops
+and reductions write buffers and, reductions excepted, read them; a loop makes a broadcast constant inside its body.
+
+What shares memory (buffer assignment, in outline; each line names the function that does it):
+- an output that reuses a donated input, and the loop carry or branch result that becomes it, takes no memory of its own     ``_in_donated``
+- a fused equation, an update slice or a scatter writes over the operand of its size that dies there                        ``_take_over``
+- a loop writes over its initial carry if nothing else reads that, and a trip over the carry of the trip before             ``loop``
+- a trip's slice of a stacked result is written where the stack has it                                                      ``loop``
+What only the optimizer does is scheduled as soon as its gradient is there, as schedulers that count memory do              ``_schedule``
 """
 
 from __future__ import annotations
@@ -17,8 +25,13 @@ from jaxauto.core import Graph, Kind, LinkKind, Node, OpRule, Value
 _WRITES = frozenset({Kind.DOT, Kind.CONV, Kind.GATHER, Kind.SCATTER, Kind.SCAN, Kind.OPAQUE, Kind.CONTROL, Kind.REDUCE})
 _READS = _WRITES - {Kind.REDUCE}
 _OPERATIONS = frozenset({Kind.DOT, Kind.CONV, Kind.GATHER, Kind.SCATTER})
-_COSTLY = frozenset({Kind.EXPENSIVE, Kind.RANDOM})
 _MAX_ROOTS = 32
+# What a compiler does not make again for each reader. Seen in the schedules: TPU keeps scores and makes exp(scores) twice, CPU keeps the exp.
+MADE_ONCE = {
+    "cpu": frozenset({Kind.EXPENSIVE, Kind.RANDOM}),
+    "gpu": frozenset({Kind.RANDOM}),
+    "tpu": frozenset({Kind.RANDOM}),
+}
 
 
 @dataclass(eq=False)
@@ -27,6 +40,7 @@ class Buffers:
 
     Attributes:
       ids: value ids. bytes_: whole, unsharded. start, end: first and last position, inclusive. All ``[n]``.
+        What shares another buffer's memory is there with ``end < start``: it is read and written but takes nothing.
       reads: how often fused equations read each buffer from HBM, for one run of its graph; written: 1 where they write it. What operations
         (dots, convolutions, gathers) read and write is theirs to charge.
       is_input: an input of the whole program: alive throughout.
@@ -49,28 +63,32 @@ class Buffers:
     stored: frozenset[int] = frozenset()
 
 
-def find_buffers(graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int] = frozenset()) -> Buffers:
+def find_buffers(graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int] = frozenset(), platform: str = "tpu") -> Buffers:
     """The buffers of a program.
 
     Args:
       rules: node id → rule, control flow excepted.
       aliased: output values that reuse the buffer of a donated input.
+      platform: whose compiler: ``"tpu" | "gpu" | "cpu"``.
     """
-    return _Fusion(graph, rules, aliased).run()
+    return _Fusion(graph, rules, aliased, MADE_ONCE[platform]).run()
 
 
 class _Fusion:
-    def __init__(self, graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int]):
-        self.graph, self.rules, self.aliased = graph, rules, aliased
+    def __init__(self, graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int], made_once: frozenset[Kind]):
+        self.graph, self.rules, self.aliased, self.made_once = graph, rules, aliased, made_once
         self.values = graph.values
         self.virtual: dict[int, frozenset[int]] = {}  # value → roots it is recomputed from
         self.costly: set[int] = set()
+        self.moved: set[int] = set()  # virtual, and its elements lie elsewhere in its roots
         self.reads: dict[int, int] = {}
         self.start: dict[int, int] = {}
         self.last: dict[int, int] = {}
         self.position: dict[int, int] = {}
         self.loop_start: dict[int, int] = {}
         self.read_at: dict[int, list[int]] = {}
+        self.writers: list[tuple[int, int, frozenset[int]]] = []  # position, value, operands whose memory it may take over
+        self.in_place: set[int] = set()  # shares another buffer's memory from the start
         self.clock = 0
         self.unwritten = {*graph.inputs, *graph.consts}
 
@@ -79,17 +97,21 @@ class _Fusion:
 
     def run(self) -> Buffers:
         outputs = {x for x in self.graph.outputs if isinstance(x, int)}
-        for number in [*self.graph.inputs, *self.graph.consts]:
+        inputs = {*self.graph.inputs, *self.graph.consts}
+        self.in_place |= _in_donated(self.graph, self.aliased)
+        for number in inputs:
             self.start[number] = 0
         self.visit(self.graph, outputs)
         end = self.clock
         for number in outputs:
             for root in self.roots(number):
                 self.touch(root, end)
-        ids = np.array([n for n in self.start if n not in self.aliased], int)
-        inputs = {*self.graph.inputs, *self.graph.consts}
+        for number in inputs:
+            self.last[number] = end
+        self.take_over(inputs)
+        ids = np.array(sorted(self.start), int)
         is_input = np.array([n in inputs for n in ids], bool)
-        last = np.array([end if n in inputs else self.last.get(n, self.start[n]) for n in ids], int)
+        last = np.array([self.start[n] - 1 if n in self.in_place else self.last.get(n, self.start[n]) for n in ids], int)
         return Buffers(
             ids=ids,
             bytes_=np.array([value_bytes(self.values[n]) for n in ids], float),
@@ -106,7 +128,7 @@ class _Fusion:
         )
 
     def visit(self, graph: Graph, outputs: set[int]) -> None:
-        for node in graph.nodes:
+        for node in _schedule(graph):
             if node.bodies:
                 self.loop(node)
                 continue
@@ -129,10 +151,11 @@ class _Fusion:
         value = self.values[number]
         operands = [x for x in node.inputs if isinstance(x, int)]
         roots = frozenset().union(*(self.roots(x) for x in operands)) if operands else frozenset()
-        costly = kind in _COSTLY or (kind not in _WRITES and any(x in self.virtual and x in self.costly for x in operands))
+        costly = kind in self.made_once or (kind not in _WRITES and any(x in self.virtual and x in self.costly for x in operands))
         if costly:
             self.costly.add(number)
-        if kind in _WRITES or is_output or self.fans_out(value, roots, costly) or any(self.kind(u) in _READS for u in value.users):
+        moved = (kind is Kind.MOVE and node.prim != "transpose") or any(x in self.moved for x in operands)  # a transpose is a layout
+        if kind in _WRITES or is_output or self.fans_out(value, roots, costly) or any(self.is_read(value, u, roots) for u in value.users):
             if kind not in _READS:
                 for root in roots:
                     self.read_root(root, self.clock)
@@ -141,8 +164,22 @@ class _Fusion:
             self.last[number] = self.clock
             if kind in _OPERATIONS:
                 self.unwritten.add(number)
+            if kind is Kind.SCATTER or node.prim == "dynamic_update_slice":
+                self.writers.append((self.clock, number, self.roots(operands[0]) if operands else roots))
+            elif kind not in _WRITES and not moved:
+                self.writers.append((self.clock, number, roots))
         else:
             self.virtual[number] = roots
+            if moved:
+                self.moved.add(number)
+
+    def is_read(self, value: Value, user: Node, roots: frozenset[int]) -> bool:
+        """Whether ``user`` wants the value in memory: a loop makes a constant again that is much smaller before it is broadcast."""
+        if self.kind(user) not in _READS:
+            return False
+        if not user.bodies or any(link.source == value.id and link.kind is not LinkKind.CONST for link in user.links):
+            return True
+        return 2 * sum(value_bytes(self.values[r]) for r in roots) > value_bytes(value)
 
     def fans_out(self, value: Value, roots: frozenset[int], costly: bool) -> bool:
         if len(value.users) < 2:
@@ -169,37 +206,86 @@ class _Fusion:
         for root in self.roots(number):
             self.touch(root, at)
 
+    def take_over(self, inputs: set[int]) -> None:
+        """A result takes the memory of an operand of its size that dies as it is written."""
+        taken = set(inputs)
+        for at, number, roots in self.writers:
+            if number in self.in_place:
+                continue
+            size = value_bytes(self.values[number])
+            for root in sorted(roots - taken):
+                dies = self.last.get(root) == at and self.start.get(root, at) < at
+                if dies and root not in self.in_place and value_bytes(self.values[root]) == size:
+                    self.last[root] = at - 1
+                    taken.add(root)
+                    break
+
     def loop(self, node: Node) -> None:
-        """A body's positions come before its node's own; what it reads from outside is alive until then."""
+        """A body's positions come before its node's own; what it reads from outside is alive until then, initial carries excepted."""
         self.clock += 1
         begin = self.loop_start[node.id] = self.clock
-        stacked = {link.target for link in node.links if link.kind is LinkKind.YS}
+        stacked = {link.target: link.source for link in node.links if link.kind is LinkKind.YS}
+        shared = {link.target for link in node.links if link.kind in (LinkKind.CONST, LinkKind.XS)}
         for x in node.inputs:
             if isinstance(x, int):
                 self.read(x, begin)
         for body in node.bodies:
+            outputs = {x for x in body.outputs if isinstance(x, int)}
             for number in body.inputs:
-                self.start[number] = begin
+                self.start[number] = begin + 1
                 self.unwritten.add(number)
-            self.visit(body, {x for x in body.outputs if isinstance(x, int)})
-            for x in body.outputs:
-                if isinstance(x, int):
-                    self.read(x, self.clock)
-            shared = {link.target for link in node.links if link.kind in (LinkKind.CONST, LinkKind.XS)}
+            self.in_place |= {x for x in outputs & {*stacked.values()} if body.outputs.count(x) == 1 and x not in body.inputs}
+            self.visit(body, outputs)
+            for x in outputs:
+                if x not in self.in_place:
+                    self.touch(x, self.clock)
             for number in body.inputs:  # a constant is the outer buffer; a slice of xs is read in place
                 if number in shared:
                     self.start.pop(number, None)
                 else:
-                    self.touch(number, self.clock)
+                    self.last.setdefault(number, begin + 1)
         self.clock += 1
         self.position[node.id] = self.clock
+        carried = {link.source for link in node.links if link.kind is LinkKind.INIT}
+        held = {link.source for link in node.links if link.kind in (LinkKind.CONST, LinkKind.XS)}
         for x in node.inputs:
-            if isinstance(x, int):
+            if isinstance(x, int) and (x not in carried or x in held):
                 for root in self.roots(x):
                     self.touch(root, self.clock)
         for number in node.outputs:
             self.start[number] = begin if number in stacked else self.clock
             self.last[number] = self.clock
+            if stacked.get(number) in self.in_place:  # each trip has written its slice
+                self.unwritten.add(number)
+
+
+def _schedule(graph: Graph) -> list[Node]:
+    """Nodes in the order of the program, but what comes after a backward pass (the optimizer) as soon as its operands are there."""
+    if not any(node.backward for node in graph.nodes):
+        return graph.nodes
+    index: dict[int, int] = {}
+    after: set[int] = set()  # nodes with a backward pass in their history
+    for k, node in enumerate(graph.nodes):
+        producers = [p for x in node.inputs if isinstance(x, int) and (p := graph.values[x].producer) is not None and p.id in index]
+        late = any(p.backward or p.id in after for p in producers)
+        if late and not node.backward:
+            after.add(node.id)
+        ready = max((index[p.id] for p in producers), default=k)
+        index[node.id] = ready if node.id in after and not node.bodies else k
+    return sorted(graph.nodes, key=lambda node: index[node.id])
+
+
+def _in_donated(graph: Graph, aliased: frozenset[int]) -> set[int]:
+    """``aliased`` and, through loops and branches, the carries and results that become them."""
+    found = set(aliased)
+    for node in reversed(graph.nodes):
+        for body in node.bodies:
+            finals = {link.source: link.target for link in node.links if link.kind is LinkKind.FINAL}
+            inner = {x for x in body.outputs if finals.get(x) in found and x not in body.inputs}
+            inits = {link.target for link in node.links if link.kind is LinkKind.INIT and link.source in graph.inputs}
+            carries = {link.target for link in node.links if link.kind is LinkKind.CARRY and link.source in inner}
+            found |= _in_donated(body, frozenset(inner)) | (carries & inits)
+    return found
 
 
 def value_bytes(value: Value) -> float:

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-
-
 from jaxauto.blocks import Block, closure, find_blocks, phases
 from jaxauto.core import Graph, Literal, Node, Value
 from jaxauto.graph import BarrierEqn, scan_links
@@ -172,7 +170,10 @@ def _all_ids(graph: Graph) -> list[int]:
 # ------------------------------------------------------------------------------------------------------- straight programs
 
 
-@dataclass
+_Names = dict[int, tuple[int, int]]  # value → (its new name, for nodes later than this phase)
+
+
+@dataclass(frozen=True)
 class _Recomputation:
     """One block of a straight program: what is made again, where."""
 
@@ -201,7 +202,7 @@ def _rewrite_straight(program: _Program, chosen: list[tuple[Block, frozenset[int
         if uses:
             starts.setdefault(min(uses), []).append(_Recomputation(block.phase, nodes, reads, dropped))
     result: list[Node] = []
-    names: dict[int, tuple[int, int]] = {}  # value → (its new name, for nodes later than this phase)
+    names: _Names = {}
     for k, node in enumerate(graph.nodes):
         for work in starts.get(k, ()):
             cotangent = _cotangent(program, graph, k, phase, readers, position)
@@ -212,7 +213,7 @@ def _rewrite_straight(program: _Program, chosen: list[tuple[Block, frozenset[int
     graph.nodes = result
 
 
-def _made_again(program: _Program, work: _Recomputation, cotangent: int | None, near: Node, names: dict[int, tuple[int, int]]) -> list[Node]:
+def _made_again(program: _Program, work: _Recomputation, cotangent: int | None, near: Node, names: _Names) -> list[Node]:
     """The barrier and the copies of one block; ``names`` learns what later nodes read instead."""
     tie = names[cotangent][0] if cotangent in names else cotangent
     barrier, passed = program.barrier([*work.reads, *([] if tie is None else [tie])], near)
@@ -291,7 +292,7 @@ class _Pair:
 
     def drop(self, dropped: set[int]) -> dict[int, int]:
         """Stop stacking ``dropped``; the inputs of the backward body that are no more → the forward value that each was."""
-        gone = {y: v for y, v in self.made_ys.items() if v in dropped}
+        gone = {y: v for y, v in self.made_ys.items() if isinstance(v, int) and v in dropped}
         self.made_ys = {y: v for y, v in self.made_ys.items() if y not in gone}
         replaced = {inner: gone[outer] for outer, inner in self.xs if isinstance(outer, int) and outer in gone}
         self.xs = [(outer, inner) for outer, inner in self.xs if inner not in replaced]

@@ -64,9 +64,7 @@ class ChainSolution:
     exact: bool
 
 
-def solve_chain(
-    options: Sequence[Sequence[Option]], budget_bytes: float | Sequence[float], bins: int = 1000
-) -> ChainSolution | None:
+def solve_chain(options: Sequence[Sequence[Option]], budget_bytes: float | Sequence[float], bins: int = 1000) -> ChainSolution | None:
     """The fastest choice of one option for each block within the budget; None if nothing fits.
 
     Args:

@@ -130,7 +130,7 @@ def test_results_under_jit(name, kept):
             np.testing.assert_array_equal(words(got), words(want))
 
 
-@pytest.mark.parametrize("name", ["dropout_new_key", "custom_gradients", "tied_embeddings", "recurrent_scan", "transformer_scan"])
+@pytest.mark.parametrize("name", ["dropout_new_key", "custom_gradients", "tied_embeddings", "recurrent_scan"])
 def test_results_are_bit_equal_without_fusion(name):
     """Operation by operation, nothing is fused: the recomputed values are the saved ones."""
     step, args = STEPS[name]()
@@ -248,9 +248,10 @@ def test_scan_costs_the_memory_and_flops_of_checkpoint(make, args):
 def test_dropped_residuals_are_no_longer_stacked():
     args = (stacked(DENSE), ROWS)
     graph = graph_of(scan_step(layer), args)
-    (block,) = (b for b in find_blocks(graph) if b.scan)
+    blocks = find_blocks(graph)
+    ((number, block),) = ((n, b) for n, b in enumerate(blocks) if b.scan)
     before = len(block.scan[0].outputs)
-    result = recompute(graph, {find_blocks(graph).index(block) if block in find_blocks(graph) else 0: frozenset()}).graph
+    result = recompute(graph, {number: frozenset()}).graph
     forward, backward = (node for node in result.nodes if node.prim == "scan")
     assert len(block.scan[0].outputs) == before  # the original is as it was
     assert len(forward.outputs) < before

@@ -1,0 +1,181 @@
+"""What is materialised, when it lives, what shares memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from zoo import STEPS
+
+from jaxauto.cost.fusion import find_buffers, live_bytes
+from jaxauto.graph import build, walk
+from jaxauto.profile import aliased_outputs
+from jaxauto.rules import rule_for
+from jaxauto.trace import trace
+
+N = 4096  # bytes of one float32[32, 32]
+
+
+def array(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+X = array(32, 32)
+
+
+def buffers_of(fn, *args, donate=None):
+    traced = trace(fn, args, donate_argnums=donate)
+    graph = build(traced.jaxpr)
+    rules = {node.id: rule_for(node.eqn) for node in walk(graph) if not node.bodies}
+    return graph, find_buffers(graph, rules, aliased_outputs(traced, graph))
+
+
+def peak(fn, *args, donate=()):
+    _, buffers = buffers_of(fn, *args, donate=donate)
+    return live_bytes(buffers, buffers.bytes_).max()
+
+
+def made_by(graph, buffers):
+    """Primitives whose results got a buffer of their own."""
+    found = [graph.values[int(n)].producer for n, s, e in zip(buffers.ids, buffers.start, buffers.end, strict=True) if e >= s]
+    return [node.prim for node in found if node is not None]
+
+
+# ------------------------------------------------------------------------------------------------------------- fusion
+
+
+def test_elementwise_chains_are_one_pass():
+    graph, buffers = buffers_of(lambda x: jnp.tanh(x * 2 + 1).sum(), X)
+    assert made_by(graph, buffers) == ["reduce_sum"]
+    assert buffers.reads[buffers.is_input] == 1
+
+
+def test_operands_of_dots_are_materialised():
+    graph, buffers = buffers_of(lambda x: (x + 1) @ x, X)
+    assert made_by(graph, buffers) == ["add", "dot_general"]
+
+
+def test_what_is_made_from_one_array_is_made_again_for_each_user():
+    def fn(x):
+        e = jnp.exp(x @ x)
+        return e / e.sum()
+
+    graph, buffers = buffers_of(fn, X)
+    assert "exp" not in made_by(graph, buffers)
+
+
+def test_what_is_made_from_two_arrays_and_used_twice_is_kept():
+    def fn(x, y):
+        z = (x @ x) * (y @ y)
+        return z.sum(), z.max()
+
+    graph, buffers = buffers_of(fn, X, X)
+    assert "mul" in made_by(graph, buffers)
+
+
+# ------------------------------------------------------------------------------------------------------ shared memory
+
+
+def test_an_elementwise_result_takes_the_memory_of_what_dies_there():
+    assert peak(lambda x: jnp.tanh(x @ x), X) == 2 * N
+    assert peak(lambda x: (x @ x).T @ x, X) == 3 * N  # a dot and a transpose need room beside their operands
+
+
+def test_a_scatter_writes_in_place():
+    def fn(rows, updates):
+        return jnp.zeros((64, 32)).at[rows].add(updates)
+
+    assert peak(fn, jax.ShapeDtypeStruct((8,), jnp.int32), array(8, 32)) < 1.4 * 64 * 32 * 4
+
+
+def test_a_donated_input_is_written_in_place():
+    def fn(state):
+        return [state[0] - 0.1]
+
+    _, buffers = buffers_of(fn, [X], donate=0)
+    assert live_bytes(buffers, buffers.bytes_).max() == N
+    assert buffers.written.sum() == 1  # it is written all the same
+    assert peak(fn, [X]) == 2 * N
+
+
+def test_gradients_are_used_up_as_they_come():
+    def step(params, x):
+        def loss(p):
+            h = x
+            for w in p:
+                h = jnp.tanh(h @ w)
+            return h.sum()
+
+        grads = jax.grad(loss)(params)
+        return [w - 0.1 * g for w, g in zip(params, grads, strict=True)]
+
+    params = [array(256, 256) for _ in range(8)]
+    size = 256 * 256 * 4
+    assert peak(step, params, array(2, 256), donate=0) < 8 * size + 2.5 * size
+
+
+# -------------------------------------------------------------------------------------------------------------- loops
+
+
+def test_a_carry_is_updated_in_place():
+    def fn(x):
+        return jax.lax.fori_loop(0, 10, lambda i, c: c * 2 + 1, x @ x)
+
+    assert peak(fn, X) == pytest.approx(2 * N, abs=64)
+
+
+def test_a_carry_that_a_dot_replaces_is_there_twice():
+    def fn(x):
+        return jax.lax.scan(lambda c, _: (c @ c, None), x @ x, length=10)[0]
+
+    assert peak(fn, X) == pytest.approx(3 * N, abs=64)
+
+
+def test_slices_of_stacked_results_are_written_into_the_stack():
+    def fn(x):
+        return jax.lax.scan(lambda c, _: (c, jnp.tanh(c @ x)), x, length=10)[1]
+
+    _, buffers = buffers_of(fn, X)
+    assert peak(fn, X) <= (10 + 3) * N
+    stack = buffers.bytes_ == 10 * N
+    assert stack.sum() == 1 and buffers.written[stack] == 0  # each trip writes its own slice
+
+
+def test_accumulated_gradients_are_there_once():
+    def step(w, batches):
+        def body(total, x):
+            return total + jax.grad(lambda w: jnp.tanh(x @ w).sum())(w), None
+
+        total, _ = jax.lax.scan(body, jnp.zeros_like(w), batches)
+        return w - total
+
+    size = 256 * 256 * 4
+    assert peak(step, array(256, 256), array(4, 2, 256), donate=0) < 3.1 * size  # parameters, sum, one gradient
+
+
+def test_branches_that_become_donated_state_take_nothing():
+    def step(state, take):
+        return jax.lax.cond(take, lambda s: [s[0] * 0.9], lambda s: [s[0] * 1.1], state)
+
+    assert peak(step, [X], jax.ShapeDtypeStruct((), bool), donate=0) < 1.1 * N
+
+
+# ---------------------------------------------------------------------------------------------------------- every step
+
+
+@pytest.mark.parametrize("name", sorted(STEPS))
+def test_buffers_are_sound(name):
+    step, args = STEPS[name]()
+    graph, buffers = buffers_of(step, *args)
+    live = live_bytes(buffers, buffers.bytes_)
+    assert len(live) == buffers.length and (live >= -1e-6).all()
+    assert live[0] >= buffers.bytes_[buffers.is_input].sum()
+    assert len(set(buffers.ids.tolist())) == len(buffers.ids)
+    assert (buffers.end < buffers.length).all() and (buffers.end >= buffers.start - 1).all()
+    assert set(buffers.position) == {node.id for node in walk(graph)}
+    brute = [buffers.bytes_[(buffers.start <= t) & (buffers.end >= t)].sum() for t in range(buffers.length)]
+    np.testing.assert_allclose(live, brute)
+    for node in walk(graph):
+        for x in node.inputs:
+            producer = graph.values[x].producer if isinstance(x, int) else None
+            if producer is not None:  # it is scheduled before what reads it
+                assert buffers.position[producer.id] < buffers.loop_start.get(node.id, buffers.position[node.id])

@@ -1,0 +1,60 @@
+"""Resharding: known passages by hand, and the vectorised seconds against the collectives of each single pair."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxauto.core import AxisLink, MeshAxes
+from jaxauto.cost.collectives import collective_seconds
+from jaxauto.cost.reshard import passage_collectives, passage_seconds
+from jaxauto.strategies import states
+
+LINK = AxisLink(1e9, 1e-6)
+MESH = MeshAxes(("a", "b"), (4, 2), (LINK, LINK))
+W = -1
+
+
+def steps(source, target, partial=None, mesh=MESH):
+    found = passage_collectives(np.array(source, np.int8), np.array(target, np.int8), 800.0, mesh, None if partial is None else np.array(partial))
+    return [(kind, bytes_, axes) for kind, bytes_, axes, _ in found]
+
+
+PASSAGES = [
+    ("stays", (0, 1), (0, 1), None, []),
+    ("is cut for free", (W, W), (0, 1), None, []),
+    ("gathers one axis", (0, W), (W, W), None, [("all-gather", 800.0, (0,))]),
+    ("gathers one axis of two", (0, 1), (W, 1), None, [("all-gather", 400.0, (0,))]),
+    ("gathers both axes at once", (0, 0), (W, W), None, [("all-gather", 800.0, (0, 1))]),
+    ("moves to another dimension", (0, W), (1, W), None, [("all-to-all", 800.0, (0,))]),
+    ("sums whole", (W, W), (W, W), (True, False), [("all-reduce", 800.0, (0,))]),
+    ("sums and cuts", (W, W), (0, W), (True, False), [("reduce-scatter", 800.0, (0,))]),
+    ("sums a piece", (W, 0), (W, 0), (True, False), [("all-reduce", 400.0, (0,))]),
+    ("cuts one axis before gathering the other", (0, W), (W, 1), None, [("all-gather", 400.0, (0,))]),
+]
+
+
+@pytest.mark.parametrize(("name", "source", "target", "partial", "expected"), PASSAGES, ids=[p[0] for p in PASSAGES])
+def test_passages(name, source, target, partial, expected):
+    assert steps(source, target, partial) == expected
+
+
+def test_without_reduce_scatter_the_sum_is_whole():
+    mesh = MeshAxes(MESH.names, MESH.sizes, MESH.links, scatters=False)
+    assert steps((W, W), (0, W), (True, False), mesh) == [("all-reduce", 800.0, (0,))]
+
+
+@pytest.mark.parametrize("with_partial", [False, True])
+def test_seconds_are_those_of_the_collectives(with_partial):
+    table = states((8, 8), MESH.sizes)
+    partial = None
+    if with_partial:
+        partial = np.random.default_rng(0).random(table.shape) < 0.5
+        partial &= table == W
+    seconds = passage_seconds(table, table, 4096.0, MESH, partial)
+    for i, source in enumerate(table):
+        for j, target in enumerate(table):
+            found = passage_collectives(source, target, 4096.0, MESH, None if partial is None else partial[i])
+            assert seconds[i, j] == pytest.approx(sum(s for *_, s in found), rel=1e-12)
+            for kind, bytes_, axes, s in found:
+                assert s == collective_seconds(kind, bytes_, [MESH.sizes[a] for a in axes], [LINK] * len(axes))

@@ -1,0 +1,170 @@
+"""The decorator and the function: signatures, caching, static arguments, options, placing, initialising, determinism."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxauto
+
+WIDE, BATCH = 256, 64
+TX = optax.adamw(1e-3)
+
+
+def loss_fn(params, batch):
+    h = jax.nn.gelu(batch["x"] @ params["w1"] + params["b1"])
+    return jnp.mean((h @ params["w2"] - batch["y"]) ** 2)
+
+
+def train_step(state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
+    updates, opt = TX.update(grads, state["opt"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {"loss": loss}
+
+
+def init(key):
+    a, b = jax.random.split(key)
+    params = {"w1": jax.random.normal(a, (WIDE, 4 * WIDE)) * 0.05, "b1": jnp.zeros(4 * WIDE), "w2": jax.random.normal(b, (4 * WIDE, WIDE)) * 0.05}
+    return {"params": params, "opt": TX.init(params)}
+
+
+def make_batch(size=BATCH):
+    rng = np.random.default_rng(0)
+    return {"x": rng.normal(size=(size, WIDE)).astype(np.float32), "y": rng.normal(size=(size, WIDE)).astype(np.float32)}
+
+
+def abstract():
+    return jax.eval_shape(init, jax.random.key(0)), jax.eval_shape(lambda: jax.tree.map(jnp.asarray, make_batch()))
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return jaxauto.plan(train_step, *abstract(), mesh={"data": 4, "model": 2})
+
+
+def test_first_call_plans_later_calls_reuse_and_a_new_shape_plans_anew():
+    step = jaxauto.auto_shard(train_step, mesh={"data": 8})
+    state = init(jax.random.key(0))
+    state, metrics = step(state, make_batch())
+    assert len(step.plans) == 1
+    state, metrics = step(state, make_batch())
+    assert len(step.plans) == 1
+    step(state, make_batch(2 * BATCH))
+    assert len(step.plans) == 2
+    assert metrics["loss"].shape == () and step.__name__ == "train_step"
+
+
+def test_the_decorator_takes_options_and_plans_without_arrays():
+    @jaxauto.auto_shard(mesh={"data": 2, "model": 4}, time_limit=20)
+    def decorated(state, batch):
+        return train_step(state, batch)
+
+    shapes = abstract()
+    before = len(jax.live_arrays())
+    plan = decorated.plan(*shapes)
+    assert len(jax.live_arrays()) == before
+    assert dict(plan.mesh.shape) == {"data": 2, "model": 4}
+    assert decorated.plan(*shapes) is plan
+
+
+def test_the_plan_has_a_spec_for_every_argument(planned):
+    state, batch = abstract()
+    assert list(planned.specs) == list(planned.in_paths)
+    assert planned.specs["0.params.w1"] == planned.out_shardings[0]["params"]["w1"].spec
+    assert jax.tree.structure(planned.in_shardings) == jax.tree.structure((state, batch))
+    assert isinstance(planned.in_shardings[0]["params"]["w1"], NamedSharding)
+    assert planned.specs["1.x"][0] is not None, "a batch of 64 rows is split"
+
+
+def test_place_puts_arrays_where_the_plan_wants_them_and_leaves_the_users_alone(planned):
+    state, batch = init(jax.random.key(0)), make_batch()
+    placed_state, placed_batch = planned.place(state, batch)
+    for leaf, sharding in zip(jax.tree.leaves(placed_state), jax.tree.leaves(planned.in_shardings[0]), strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    planned.jit()(placed_state, placed_batch)
+    assert np.isfinite(np.asarray(state["params"]["w1"])).all(), "the arrays that the user holds were not donated"
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(placed_state["params"])), "the placed ones were"
+
+
+def test_init_makes_the_state_sharded_and_equal(planned):
+    born = planned.init(init, jax.random.key(0))
+    assert born["params"]["w1"].sharding.is_equivalent_to(planned.in_shardings[0]["params"]["w1"], 2)
+    np.testing.assert_array_equal(born["params"]["w1"], init(jax.random.key(0))["params"]["w1"])
+
+
+def test_init_of_something_else_is_refused(planned):
+    with pytest.raises(jaxauto.PlanMismatchError, match="none of the step's arguments"):
+        planned.init(lambda: {"weights": jnp.zeros(3)})
+
+
+def test_lower_and_compile_are_those_of_jax(planned):
+    assert "stablehlo" in planned.lower().as_text()
+    assert planned.compile() is planned.compile()
+    assert planned.jit().lower(*abstract()).compile().memory_analysis() is not None
+
+
+def test_the_same_inputs_give_the_same_plan(planned):
+    again = jaxauto.plan(train_step, *abstract(), mesh={"data": 4, "model": 2})
+    assert again.specs == planned.specs
+    assert again.decisions == planned.decisions
+    assert again.fingerprint == planned.fingerprint
+
+
+def test_a_mesh_of_jax_is_taken_as_it_is():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("rows", "columns"))
+    plan = jaxauto.plan(train_step, *abstract(), mesh=mesh)
+    assert plan.mesh is mesh
+    assert {a for spec in plan.in_specs for part in spec if part for a in ((part,) if isinstance(part, str) else part)} <= {"rows", "columns"}
+
+
+def test_without_a_mesh_shapes_are_searched():
+    plan = jaxauto.plan(train_step, *abstract())
+    assert set(plan.solver.meshes) == {"8", "4x2"}
+    assert plan.mesh.size == 8
+
+
+def test_constraints_pin_arguments_by_glob():
+    pins = {"0.params.w*": P(None, "model"), "1.*": P("data")}
+    plan = jaxauto.plan(train_step, *abstract(), mesh={"data": 4, "model": 2}, constraints=pins)
+    assert plan.specs["0.params.w1"] == plan.specs["0.params.w2"] == P(None, "model")
+    assert plan.specs["1.x"] == plan.specs["1.y"] == P("data")
+
+
+def test_static_arguments():
+    def scaled(x, power, *, mode):
+        return (x**power if mode == "power" else x * power).sum()
+
+    step = jaxauto.auto_shard(scaled, mesh={"data": 8}, static_argnums=1, static_argnames="mode")
+    x = np.arange(16.0, dtype=np.float32)
+    assert float(step(x, 2, mode="power")) == float((x**2).sum())
+    assert float(step(x, 3, mode="times")) == float((x * 3).sum())
+    assert len(step.plans) == 2
+
+
+def test_donation_can_be_refused():
+    plan = jaxauto.plan(train_step, *abstract(), mesh={"data": 8}, donate_argnums=())
+    assert not any(plan.donated)
+    state, batch = plan.place(init(jax.random.key(0)), make_batch())
+    plan.jit()(state, batch)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_an_undecorated_inference_function_works_too():
+    plan = jaxauto.plan(lambda w, x: jax.nn.softmax(x @ w), jax.ShapeDtypeStruct((64, 128), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.float32))
+    w, x = np.random.default_rng(0).normal(size=(64, 128)).astype(np.float32), np.ones((32, 64), np.float32)
+    np.testing.assert_allclose(plan.jit()(w, x), jax.nn.softmax(x @ w), rtol=1e-5)
+
+
+def test_a_budget_below_the_free_plan_is_met_by_the_compiled_step(planned):
+    free = planned.compile().memory_analysis()
+    needed = free.argument_size_in_bytes + free.output_size_in_bytes - free.alias_size_in_bytes + free.temp_size_in_bytes
+    budget = int(0.9 * needed)
+    plan = jaxauto.plan(train_step, *abstract(), mesh={"data": 4, "model": 2}, memory_budget=budget)
+    assert plan.certificate is not None and plan.certificate.fits
+    got = plan.compile().memory_analysis()
+    assert got.argument_size_in_bytes + got.output_size_in_bytes - got.alias_size_in_bytes + got.temp_size_in_bytes <= budget
