@@ -110,11 +110,7 @@ def _head(plan: Plan) -> str:
 def _data(plan: Plan) -> str:
     specs = "".join(f"    {path!r}: {spec_text(spec)},\n" for path, spec in plan.specs.items())
     keywords = [path for path in plan.in_paths if not path.partition(".")[0].isdigit()]
-    note = (
-        "# The step was planned with keyword arguments: pass them by position, jax.jit takes in_shardings for those alone.\n"
-        if keywords
-        else ""
-    )
+    note = "# Keyword arguments of the step must be passed by position: jax.jit takes in_shardings for those alone.\n" if keywords else ""
     outs = "".join(f"    {spec_text(spec)},  # {_comment(path)}\n" for path, spec in zip(plan.out_paths, plan.out_specs, strict=True))
     return (
         f"\nMESH = {dict(plan.mesh.shape)!r}\n"

@@ -141,7 +141,8 @@ def profile(
 
     Args:
       fn: any function that JAX can trace: a train step, a forward pass, a kernel.
-      args, kwargs: arrays or ShapeDtypeStructs in any pytrees; flax nnx objects too.
+      *args: arrays or ShapeDtypeStructs in any pytrees; flax nnx objects too.
+      **kwargs: likewise, by name.
       mesh: ``jax.sharding.Mesh`` or axis sizes such as ``{"data": 4}``: numbers are then for one device, under the sharding that the
         planner completes from ``in_specs``, as written (nothing recomputed).
       in_specs: globs over argument paths → PartitionSpec, e.g. ``{"1.*": P("data")}``.
@@ -325,7 +326,8 @@ class _Profiler:
         crossing = (b.start < turn) & (b.end >= turn) & ~b.is_input
         outputs = set(self.graph.outputs)
         read_later = {x for node in walk(self.graph) if self.phase[node.id] != "forward" for x in self.roots_read(node)}
-        return float(sum(self.program.sizes[k] for k in np.nonzero(crossing)[0] if int(b.ids[k]) in read_later or int(b.ids[k]) not in outputs))
+        kept = (k for k in np.nonzero(crossing)[0] if int(b.ids[k]) in read_later or int(b.ids[k]) not in outputs)
+        return float(sum(self.program.sizes[k] for k in kept))
 
     def roots_read(self, node: Node) -> set[int]:
         return {x for x in node.inputs if isinstance(x, int)} | set(self.buffers.read_at.get(node.id, ()))

@@ -16,7 +16,6 @@ from jaxauto.options import mesh_candidates
 from jaxauto.planner import Options, read, search
 from jaxauto.profile import Profiled
 from jaxauto.rewrite.apply import partition_spec
-from jaxauto.rewrite.apply import partition_spec
 from jaxauto.solve.decide import sharding_of_value
 from jaxauto.solve.remat import Remat
 from jaxauto.solve.search import Candidate, timeline

@@ -16,8 +16,9 @@ from jaxauto.writing import write_text
 
 if TYPE_CHECKING:
     from jaxauto.plan import Plan, SolverReport
+    from jaxauto.verify import Row, Verification
 
-__all__ = ["explain", "html", "sections", "summary", "write_html"]
+__all__ = ["explain", "html", "sections", "summary", "verification_html", "verification_table", "write_html"]
 
 
 def summary(plan: Plan) -> str:
@@ -151,3 +152,43 @@ def _collectives(collectives: Sequence[Collective]) -> list[tuple[str, ...]]:
         entry[2] += c.count * c.seconds
     ordered = sorted(total.items(), key=lambda kv: (-kv[1][2], kv[0]))
     return [(kind, ", ".join(axes), f"{count:.0f}", size(bytes_), duration(seconds)) for (kind, axes), (count, bytes_, seconds) in ordered]
+
+
+# ------------------------------------------------------------------------------------------------------------ verification
+
+_WRITTEN = {"bytes": size, "seconds": duration, "flops": lambda n: f"{n / 1e9:.3f} Gflop"}
+
+
+def verification_table(verification: Verification) -> str:
+    """Estimate beside compiler, as plain text."""
+    return as_text(verification_sections(verification))
+
+
+def verification_html(verification: Verification) -> str:
+    """Estimate beside compiler, as an HTML fragment."""
+    return as_html(verification_sections(verification))
+
+
+def verification_sections(verification: Verification) -> list[Section]:
+    """What ``verification_table`` shows: totals, collectives by kind and mesh axes, and the verdict."""
+    v = verification
+    needed = v.row("peak memory").compiled or 0.0
+    verdict = "within" if v.ok else "OUTSIDE"
+    lines = [
+        f"{v.compiler} for {v.target}, compiled in {v.compile_seconds:.1f} s.",
+        f"{'Fits' if v.fits else 'DOES NOT FIT'}: {size(needed)} of a budget of {size(v.budget_bytes)} on each device.",
+        f"The estimate is {verdict} the tolerance.",
+        *(f"- {note}" for note in v.notes),
+    ]
+    columns = (">estimated", ">compiled", ">error")
+    found = [
+        Section("Verification", ("", *columns), [_compared(row) for row in v.rows], lines),
+        Section("Bytes of collectives in a step", ("kind and mesh axes", *columns), [_compared(row) for row in v.collectives]),
+    ]
+    return [s for s in found if s.rows or s.lines]
+
+
+def _compared(row: Row) -> tuple[str, str, str, str]:
+    write = _WRITTEN[row.unit]
+    estimated, compiled = ("" if x is None else write(x) for x in (row.estimated, row.compiled))
+    return row.name, estimated, compiled, "" if row.error is None else f"{100 * row.error:+.1f} %"

@@ -57,7 +57,10 @@ class Table:
 
     def _cells(self) -> list[tuple[str, ...]]:
         return [
-            (r.name, r.phase, str(r.times), short(r.flops), short(r.bytes_, "B"), short(r.live_bytes, "B"), shape_text(r.dtype, r.shape), r.source)
+            (
+                *(r.name, r.phase, str(r.times), short(r.flops), short(r.bytes_, "B"), short(r.live_bytes, "B")),
+                *(shape_text(r.dtype, r.shape), r.source),
+            )
             for r in self.rows
         ]
 

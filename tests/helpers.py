@@ -132,3 +132,9 @@ def assert_same_array(want, got, tolerance, where):
     assert np.isfinite(want).all(), f"{where}: the plain step's own result is not finite"
     largest = np.abs(want).max(initial=0.0)
     np.testing.assert_allclose(got, want, rtol=tolerance.relative, atol=tolerance.of_largest * largest, err_msg=where)
+
+
+def bytes_in(message):
+    """The least memory that an InfeasibleError names, in bytes."""
+    number, unit = re.search(r"least that any plan needs is ([0-9.]+) (\w+)", message).groups()
+    return float(number) * {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[unit]

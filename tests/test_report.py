@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 import jaxauto
 from jaxauto import naming, tables
 from jaxauto.alternatives import candidate_specs
+from jaxauto.report import verification_html
+from jaxauto.verify import Row, Verification
 
 LAYERS, BATCH, WIDTH, HIDDEN = 3, 64, 32, 48
 
@@ -165,6 +167,31 @@ class TestExplain:
 def _with_args():
     step, args = make_step()
     return step, *args
+
+
+class TestVerification:
+    def made(self, compiled):
+        rows = (
+            Row("arguments", None, 2.0**20, "bytes"),
+            Row("peak memory", 3.0 * 2**30, compiled, "bytes"),
+            Row("matrix flops", 2e9, 1e9, "flops"),
+            Row("compute time", 1e-3, 2e-3, "seconds"),
+        )
+        collectives = (Row("all-reduce over data", 2048.0, 0.0, "bytes"),)
+        return Verification("v5p:2x2x1", "TPU compiler <1>", rows, collectives, 3.5 * 2**30, 1.25, ("one note",))
+
+    def test_text_sets_estimate_beside_compiler(self):
+        text = str(self.made(4.0 * 2**30))
+        assert row(text, "arguments") == ["arguments", "1.00 MiB"]
+        assert row(text, "peak memory") == ["peak memory", "3.00 GiB", "4.00 GiB", "-25.0 %"]
+        assert row(text, "matrix flops") == ["matrix flops", "2.000 Gflop", "1.000 Gflop", "+100.0 %"]
+        assert row(text, "compute time") == ["compute time", "1.00 ms", "2.00 ms", "-50.0 %"]
+        assert row(text, "all-reduce over data") == ["all-reduce over data", "2.00 KiB", "0 B"]
+        assert "DOES NOT FIT: 4.00 GiB of a budget of 3.50 GiB" in text and "OUTSIDE the tolerance" in text and "- one note" in text
+
+    def test_page_is_escaped(self):
+        text = verification_html(self.made(3.2 * 2**30))
+        assert "TPU compiler &lt;1&gt;" in text and "Fits: 3.20 GiB" in text
 
 
 class TestNames:

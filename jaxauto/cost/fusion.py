@@ -1,9 +1,9 @@
 """What a compiler materialises: buffers, when they live, and the bytes that move between them and HBM.
 
-The rules are those of XLA's instruction fusion, in outline (instruction_fusion.cc, ComputeGloballyUnfusible): an elementwise equation is made
-again inside each of its consumers, unless that would read more arrays than its result is: what is made of two wide arrays gets a buffer
-where it fans out. So do random bits, and on CPU transcendentals, which take long to make (``MADE_ONCE``). Dots, convolutions, gathers, loops
-and reductions write buffers and, reductions excepted, read them; a loop makes a broadcast constant inside its body.
+The rules are those of XLA's instruction fusion, in outline (instruction_fusion.cc, ComputeGloballyUnfusible): an elementwise equation is
+made again inside each of its consumers, unless that would read more arrays than its result is: what is made of two wide arrays gets a
+buffer where it fans out. So do random bits, and on CPU transcendentals, which take long to make (``MADE_ONCE``). Dots, convolutions,
+gathers, loops and reductions write buffers and, reductions excepted, read them; a loop makes a broadcast constant inside its body.
 
 What shares memory (buffer assignment, in outline; each line names the function that does it):
 - an output that reuses a donated input, and the loop carry or branch result that becomes it, takes no memory of its own     ``_in_donated``
@@ -26,12 +26,13 @@ _WRITES = frozenset({Kind.DOT, Kind.CONV, Kind.GATHER, Kind.SCATTER, Kind.SCAN, 
 _READS = _WRITES - {Kind.REDUCE}
 _OPERATIONS = frozenset({Kind.DOT, Kind.CONV, Kind.GATHER, Kind.SCATTER})
 _MAX_ROOTS = 32
-# What a compiler does not make again for each reader. Seen in the schedules: TPU keeps scores and makes exp(scores) twice, CPU keeps the exp.
+# What a compiler does not make again for each reader. Seen in schedules: TPU keeps scores and makes exp(scores) twice, CPU keeps the exp.
 MADE_ONCE = {
     "cpu": frozenset({Kind.EXPENSIVE, Kind.RANDOM}),
     "gpu": frozenset({Kind.RANDOM}),
     "tpu": frozenset({Kind.RANDOM}),
 }
+_WIDENED = {"cpu": ("bfloat16", "float16")}  # computed and, excess precision being allowed, kept as float32
 
 
 @dataclass(eq=False)
@@ -45,8 +46,8 @@ class Buffers:
         (dots, convolutions, gathers) read and write is theirs to charge.
       is_input: an input of the whole program: alive throughout.
       length: number of positions; position: node id → position of the node (of a loop: after its body).
-      read_at: node id → the values that fused equations read from HBM where the node writes its result. Slices and constants of a loop go by
-        their ids in the body. stored: all values that get a buffer written, those that reuse a donated input too.
+      read_at: node id → the values that fused equations read from HBM where the node writes its result. Slices and constants of a loop
+        go by their ids in the body. stored: all values that get a buffer written, those that reuse a donated input too.
     """
 
     ids: np.ndarray
@@ -67,16 +68,18 @@ def find_buffers(graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int]
     """The buffers of a program.
 
     Args:
+      graph: the program.
       rules: node id → rule, control flow excepted.
       aliased: output values that reuse the buffer of a donated input.
       platform: whose compiler: ``"tpu" | "gpu" | "cpu"``.
     """
-    return _Fusion(graph, rules, aliased, MADE_ONCE[platform]).run()
+    return _Fusion(graph, rules, aliased, platform).run()
 
 
 class _Fusion:
-    def __init__(self, graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int], made_once: frozenset[Kind]):
-        self.graph, self.rules, self.aliased, self.made_once = graph, rules, aliased, made_once
+    def __init__(self, graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int], platform: str):
+        self.graph, self.rules, self.aliased = graph, rules, aliased
+        self.made_once, self.widened = MADE_ONCE[platform], _WIDENED.get(platform, ())
         self.values = graph.values
         self.virtual: dict[int, frozenset[int]] = {}  # value → roots it is recomputed from
         self.costly: set[int] = set()
@@ -114,7 +117,7 @@ class _Fusion:
         last = np.array([self.start[n] - 1 if n in self.in_place else self.last.get(n, self.start[n]) for n in ids], int)
         return Buffers(
             ids=ids,
-            bytes_=np.array([value_bytes(self.values[n]) for n in ids], float),
+            bytes_=np.array([self.bytes_of(n, inputs | outputs) for n in ids], float),
             start=np.array([self.start[n] for n in ids], int),
             end=last,
             reads=np.array([self.reads.get(n, 0) for n in ids], float),
@@ -126,6 +129,13 @@ class _Fusion:
             read_at=self.read_at,
             stored=frozenset(n for n in self.start if n not in self.unwritten),
         )
+
+    def bytes_of(self, number: int, fixed: set[int]) -> float:
+        """Bytes of a buffer; arguments and results have the type they are said to have."""
+        value = self.values[number]
+        if number not in fixed and str(value.dtype) in self.widened:
+            return 4.0 * value.aval.size
+        return value_bytes(value)
 
     def visit(self, graph: Graph, outputs: set[int]) -> None:
         for node in _schedule(graph):
@@ -145,17 +155,16 @@ class _Fusion:
                         self.read(x, self.clock)
                         self.read_at.setdefault(node.id, []).extend(self.roots(x))
             for number in node.outputs:
-                self.define(node, number, kind, number in outputs)
+                self.define(node, number, kind, outputs)
 
-    def define(self, node: Node, number: int, kind: Kind, is_output: bool) -> None:
+    def define(self, node: Node, number: int, kind: Kind, outputs: set[int]) -> None:
         value = self.values[number]
         operands = [x for x in node.inputs if isinstance(x, int)]
         roots = frozenset().union(*(self.roots(x) for x in operands)) if operands else frozenset()
-        costly = kind in self.made_once or (kind not in _WRITES and any(x in self.virtual and x in self.costly for x in operands))
-        if costly:
+        if kind in self.made_once or (kind not in _WRITES and any(x in self.virtual and x in self.costly for x in operands)):
             self.costly.add(number)
         moved = (kind is Kind.MOVE and node.prim != "transpose") or any(x in self.moved for x in operands)  # a transpose is a layout
-        if kind in _WRITES or is_output or self.fans_out(value, roots, costly) or any(self.is_read(value, u, roots) for u in value.users):
+        if kind in _WRITES or number in outputs or self.fans_out(value, roots) or any(self.is_read(value, u, roots) for u in value.users):
             if kind not in _READS:
                 for root in roots:
                     self.read_root(root, self.clock)
@@ -181,11 +190,11 @@ class _Fusion:
             return True
         return 2 * sum(value_bytes(self.values[r]) for r in roots) > value_bytes(value)
 
-    def fans_out(self, value: Value, roots: frozenset[int], costly: bool) -> bool:
+    def fans_out(self, value: Value, roots: frozenset[int]) -> bool:
         if len(value.users) < 2:
             return False
         wide = sum(2 * self.values[r].aval.size >= value.aval.size for r in roots)
-        return costly or wide > 1 or len(roots) > _MAX_ROOTS
+        return value.id in self.costly or wide > 1 or len(roots) > _MAX_ROOTS
 
     def roots(self, number: int) -> frozenset[int]:
         return self.virtual.get(number, frozenset((number,)))
@@ -281,7 +290,7 @@ def _in_donated(graph: Graph, aliased: frozenset[int]) -> set[int]:
     for node in reversed(graph.nodes):
         for body in node.bodies:
             finals = {link.source: link.target for link in node.links if link.kind is LinkKind.FINAL}
-            inner = {x for x in body.outputs if finals.get(x) in found and x not in body.inputs}
+            inner = {x for x in body.outputs if isinstance(x, int) and finals.get(x) in found and x not in body.inputs}
             inits = {link.target for link in node.links if link.kind is LinkKind.INIT and link.source in graph.inputs}
             carries = {link.target for link in node.links if link.kind is LinkKind.CARRY and link.source in inner}
             found |= _in_donated(body, frozenset(inner)) | (carries & inits)
@@ -289,6 +298,7 @@ def _in_donated(graph: Graph, aliased: frozenset[int]) -> set[int]:
 
 
 def value_bytes(value: Value) -> float:
+    """Bytes of one array, unsharded."""
     return float(value.aval.size) * compat.itemsize(value.dtype)
 
 
