@@ -1,4 +1,8 @@
-"""A certified plan fits: compile, and where the compiler needs more than the budget, tighten by the measured excess and solve again."""
+"""A certified plan fits: compile, and where the compiler needs more than the budget, tighten by the measured excess and solve again.
+
+The estimate e, the compiled c and the budget M of one round give the budget of the next: M e / c, the estimate that the same ratio brings to M.
+Where no plan has so little, the leanest plan is compiled: compilers differ most from the estimate where there is room to waste.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from jaxauto.plan import Certificate, Plan
 from jaxauto.verify import Compilation, compile_plan
 
 MAX_ROUNDS = 3
-_SLACK = 0.01  # of the budget, on top of the measured excess: the next plan's excess differs a little
+_SLACK = 0.02  # the next plan's excess differs a little
 
 
 def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str], None], must: bool) -> Plan:
@@ -26,8 +30,6 @@ def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str],
     """
     from jaxauto.planner import solve  # the planner certifies, and certifying plans again
 
-    solved = plan._bound().solved
-    target_bytes = budget
     tried: list[str] = []
     for number in range(1, MAX_ROUNDS + 1):
         try:
@@ -38,21 +40,35 @@ def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str],
             return _with(plan, notes=(*plan.notes, f"not certified: {error}"))
         if needed <= budget:
             return _with(plan, certificate=Certificate(compiler, needed, budget, number), budget_bytes=budget)
-        tried.append(f"{_mib(needed)} for a plan of {_mib(plan.estimate.peak_memory)}")
+        tried.append(f"{_mib(needed)} for a plan estimated at {_mib(plan.estimate.peak_memory)}")
         if number == MAX_ROUNDS:
             break
-        target_bytes = min(target_bytes, plan.estimate.peak_memory) - (needed - budget) - _SLACK * budget
         progress(f"the compiler needs {_mib(needed)} of {_mib(budget)}: planning again")
-        try:
-            if target_bytes <= 0:
-                raise InfeasibleError("the compiler's own temporaries exceed the budget.")
-            plan = solve(solved.step, solved.target, target_bytes, options, progress)
-        except InfeasibleError as error:
-            raise InfeasibleError(f"no plan was found that the compiler fits into {_mib(budget)}: it needs {tried[-1]}; and {error}") from error
+        leaner = _leaner(plan, budget / needed * (1 - _SLACK), options, progress)
+        if leaner is None:
+            break
+        plan = leaner
     raise InfeasibleError(
-        f"no plan was found that the compiler fits into {_mib(budget)} of {plan.target}: after {MAX_ROUNDS} rounds it needs {', then '.join(tried)}. "
+        f"no plan was found that the compiler fits into {_mib(budget)} of {plan.target}: in {len(tried)} rounds it needed {', then '.join(tried)}. "
         "Raise memory_budget, or plan with certify=False to get the plan all the same."
     )
+
+
+def _leaner(plan: Plan, share: float, options: Any, progress: Callable[[str], None]) -> Plan | None:
+    """A plan with at most ``share`` of this one's memory, or the leanest there is; None if this is it."""
+    from jaxauto.planner import solve  # the planner certifies, and certifying plans again
+
+    solved = plan._bound().solved
+    before = plan.estimate.peak_memory
+    try:
+        return solve(solved.step, solved.target, before * share, options, progress)
+    except InfeasibleError as error:
+        if error.least_bytes is None or error.least_bytes >= before * (1 - _SLACK):
+            return None
+        try:
+            return solve(solved.step, solved.target, error.least_bytes * (1 + _SLACK), options, progress)
+        except InfeasibleError:
+            return None
 
 
 def _needs(plan: Plan) -> tuple[float, str]:

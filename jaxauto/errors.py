@@ -6,7 +6,14 @@ class JaxAutoError(Exception):
 
 
 class InfeasibleError(JaxAutoError):
-    """No plan fits: the message says the least memory that any plan needs and what it is made of."""
+    """No plan fits: the message says the least memory that any plan needs and what it is made of.
+
+    ``least_bytes``: that least memory, by the planner's estimate; None where a compiler refused.
+    """
+
+    def __init__(self, message: str, least_bytes: float | None = None):
+        super().__init__(message)
+        self.least_bytes = least_bytes
 
 
 class ConstraintError(JaxAutoError):

@@ -149,7 +149,8 @@ def solve(step: Step, target: Target, budget: float, options: Options, progress:
             break
     fitting = [(mesh, found) for mesh, found in results if found.best is not None]
     if not fitting:
-        raise InfeasibleError(_infeasible_message(results, budget, target))
+        least = min(found.leanest.peak_bytes for _, found in results)
+        raise InfeasibleError(_infeasible_message(results, budget, target), least)
     mesh, found = min(fitting, key=lambda r: r[1].best.seconds)  # type: ignore[union-attr]
     seconds = {"x".join(map(str, m.sizes)): (f.best.seconds if f.best else float("inf")) for m, f in results}
     found.seconds_spent["all meshes"] = time.monotonic() - started
@@ -278,12 +279,14 @@ def remat_decisions(solved: Solved, best: Candidate) -> list[RematDecision]:
 
 
 def fingerprint(graph: Graph) -> str:
-    """A hash of the program: primitives, shapes and wiring."""
+    """A hash of the program: primitives, parameters, shapes and wiring."""
     digest = hashlib.sha256()
     for node in walk(graph):
         wiring = [x if isinstance(x, int) else "literal" for x in node.inputs]
         shapes = [(graph.values[o].shape, str(graph.values[o].dtype)) for o in node.outputs]
-        digest.update(f"{node.prim}{wiring}{shapes}".encode())
+        plain = sorted((k, v) for k, v in node.params.items() if isinstance(v, (int, float, str, bool, tuple)) and "0x" not in repr(v))
+        digest.update(f"{node.prim}{wiring}{shapes}{plain}".encode())
+    digest.update(str([x if isinstance(x, int) else "literal" for x in graph.outputs]).encode())
     digest.update(str([(graph.values[n].shape, str(graph.values[n].dtype)) for n in graph.inputs]).encode())
     return digest.hexdigest()[:16]
 

@@ -11,7 +11,7 @@ from jaxauto import compat
 from jaxauto.core import Collective
 from jaxauto.explain import explain
 from jaxauto.naming import fold_paths, fold_words, local_shape, mask, mask_all, spec_text
-from jaxauto.tables import Section, as_html, as_text, duration, page, share, size
+from jaxauto.tables import Section, as_html, as_text, duration, flops, page, share, size
 from jaxauto.writing import write_text
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _collectives(collectives: Sequence[Collective]) -> list[tuple[str, ...]]:
 
 # ------------------------------------------------------------------------------------------------------------ verification
 
-_WRITTEN = {"bytes": size, "seconds": duration, "flops": lambda n: f"{n / 1e9:.3f} Gflop"}
+_WRITTEN = {"bytes": size, "seconds": duration, "flops": flops}
 
 
 def verification_table(verification: Verification) -> str:

@@ -111,6 +111,14 @@ def size(bytes_: float) -> str:
     return f"{bytes_:.0f} B"
 
 
+def flops(number: float) -> str:
+    """``"1.50 Tflop"``, in the unit that fits."""
+    for unit, one in (("Pflop", 1e15), ("Tflop", 1e12), ("Gflop", 1e9), ("Mflop", 1e6), ("kflop", 1e3)):
+        if number >= one:
+            return f"{number / one:.2f} {unit}"
+    return f"{number:.0f} flop"
+
+
 def share(part: float, whole: float) -> str:
     """``"12.5 %"``."""
     return f"{100 * part / whole:.1f} %" if whole else "-"

@@ -14,14 +14,14 @@ ROOT = pathlib.Path(__file__).parent.parent / "jaxauto"
 ORDER = [
     {"errors"},
     {"core", "compat"},
-    {"trace", "graph", "rules", "hlo", "hlo_ops", "hlo_loops", "hlo_collectives", "progress"},
+    {"trace", "graph", "passes", "rules", "hlo", "hlo_ops", "hlo_loops", "hlo_collectives", "progress"},
     {"targets", "segments", "blocks"},
     {"groups", "strategies", "rewrite", "frontend"},
     {"cost"},
     {"solve", "constraints", "options"},
     {"place", "estimate", "aot"},
-    {"plan", "policy", "verify", "certify", "store", "planner", "report", "explain", "page", "tables", "verification"},
-    {"profile", "timeline", "profile_table"},
+    {"plan", "policy", "verify", "certify", "store", "planner", "report", "explain", "tables", "naming", "writing", "alternatives", "export"},
+    {"profile", "profile_mesh", "timeline"},
     {"api"},
     {"__init__", "cli", "__main__"},
 ]

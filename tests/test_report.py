@@ -184,7 +184,7 @@ class TestVerification:
         text = str(self.made(4.0 * 2**30))
         assert row(text, "arguments") == ["arguments", "1.00 MiB"]
         assert row(text, "peak memory") == ["peak memory", "3.00 GiB", "4.00 GiB", "-25.0 %"]
-        assert row(text, "matrix flops") == ["matrix flops", "2.000 Gflop", "1.000 Gflop", "+100.0 %"]
+        assert row(text, "matrix flops") == ["matrix flops", "2.00 Gflop", "1.00 Gflop", "+100.0 %"]
         assert row(text, "compute time") == ["compute time", "1.00 ms", "2.00 ms", "-50.0 %"]
         assert row(text, "all-reduce over data") == ["all-reduce over data", "2.00 KiB", "0 B"]
         assert "DOES NOT FIT: 4.00 GiB of a budget of 3.50 GiB" in text and "OUTSIDE the tolerance" in text and "- one note" in text

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxauto.core import Decisions, Graph, Node, Sharding
 from jaxauto.rewrite.evaluate import Pins, evaluator
@@ -38,6 +39,10 @@ def apply(graph: Graph, decisions: Decisions, mesh: Any) -> Callable:
 class _Constraints(Pins):
     def __init__(self, decisions: Decisions, mesh: Any, origin: Mapping[int, int], stacked: frozenset[int]):
         self.decisions, self.mesh, self.origin, self.stacked = decisions, mesh, origin, stacked
+        self.on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+
+    def barrier(self, arrays: list) -> list:
+        return after_last(arrays) if self.on_cpu else super().barrier(arrays)
 
     def pinned(self, array: Any, sharding: Sharding, stacked: bool = False) -> Any:
         if array.ndim != len(sharding) + stacked or jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -57,11 +62,24 @@ class _Constraints(Pins):
         if sharding is None:
             return array
         if key in self.decisions.gathered_late:
-            array = _after(array, [x for k, x in enumerate(operands) if k != index])
+            others = [x for k, x in enumerate(operands) if k != index and isinstance(x, jax.Array)]
+            array = self.barrier([array, *others[:1]])[0]
         return self.pinned(array, sharding)
 
 
-def _after(array: Any, others: list) -> Any:
-    """``array``, not before the other operands are there."""
-    arrays = [x for x in others if isinstance(x, jax.Array)]
-    return lax.optimization_barrier((array, *arrays[:1]))[0] if arrays else array
+def after_last(arrays: list) -> list:
+    """A barrier that XLA:CPU respects: it drops ``optimization_barrier`` before it merges equal subexpressions.
+
+    Every array passes through a select whose predicate is always true, reads the last floating-point array, and cannot be folded: 0 · x is 0
+    or NaN, and neither is 1.
+    """
+    floating = [k for k, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating) and x.size]
+    if not floating:
+        return list(lax.optimization_barrier(tuple(arrays)))
+    witness = arrays[floating[-1]]
+    always = lax.slice(witness, (0,) * witness.ndim, (1,) * witness.ndim).reshape(()) * 0 != 1
+    return [x if k == floating[-1] or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else _selected(always, x) for k, x in enumerate(arrays)]
+
+
+def _selected(always: Any, array: Any) -> Any:
+    return lax.select(jnp.broadcast_to(always, array.shape), array, jnp.zeros_like(array))

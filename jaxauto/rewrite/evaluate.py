@@ -22,6 +22,10 @@ class Pins:
         """Called with every operand of every equation, right before it."""
         return array
 
+    def barrier(self, arrays: list) -> list:
+        """Called for every optimization_barrier: lets ``arrays`` pass together."""
+        return list(lax.optimization_barrier(tuple(arrays)))
+
 
 def evaluator(graph: Graph, pins: Pins | None = None) -> Callable:
     """A function of the graph's inputs (flat) that returns its outputs (flat list)."""
@@ -100,7 +104,12 @@ def _cond(node: Node, operands: list, env, pin) -> list:
         return list(lax.switch(index, branches, *rest))
 
 
-_EVALUATE: dict[str, Callable] = {"scan": _scan, "while": _while, "cond": _cond}
+def _barrier(node: Node, operands: list, env, pin) -> list:
+    with compat.source_of(node.eqn, node.scope):
+        return pin.barrier(operands)
+
+
+_EVALUATE: dict[str, Callable] = {"optimization_barrier": _barrier, "scan": _scan, "while": _while, "cond": _cond}
 
 
 def jaxpr_of(graph: Graph):

@@ -33,6 +33,10 @@ class MemoryRow:
     def bytes_at(self, x: np.ndarray) -> float:
         return self.base + sum(float(v[x[i]]) for i, v in self.vectors.items())
 
+    def least_bytes(self) -> float:
+        """No answer has less at this position."""
+        return self.base + sum(float(v.min()) for v in self.vectors.values())
+
 
 @dataclass(eq=False)
 class Problem:

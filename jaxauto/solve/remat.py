@@ -119,7 +119,7 @@ class Remat:
         rewritten = recompute(self.graph, chosen) if chosen else Rewritten(self.graph, {}, frozenset())
         graph = rewritten.graph
         rules = self.groups.rules if not chosen else _rules(graph)
-        buffers = find_buffers(graph, rules, self.aliased)
+        buffers = find_buffers(graph, rules, self.aliased, self.chip.platform)
         origin = np.array([rewritten.origin.get(int(n), int(n)) for n in buffers.ids], int)
         stacked = np.array([int(n) in rewritten.stacked for n in buffers.ids], bool)
         extra: dict[int, int] = {}

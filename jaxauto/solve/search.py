@@ -106,6 +106,8 @@ class Search:
             return [free]
         lean = self._lean(model, number)
         found = [free, lean]
+        if any(row.least_bytes() > budget_bytes for row in model.problem.rows):
+            self.bounds[number] = math.inf  # proven: nothing of this level fits
         if lean.peak_bytes > budget_bytes or self._out_of_time():
             return found
         low, high = 0.0, self.price or free.seconds / budget_bytes
