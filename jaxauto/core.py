@@ -292,9 +292,12 @@ class Decisions:
       operands: (first result of a node, operand index) → sharding of that operand for that node alone.
       kept: for each block of ``blocks.find_blocks`` the value ids it keeps for the backward pass, or None for as written.
       gathered_late: (first result, operand index) whose resharding waits for the backward pass (else two gathers become one that lives long).
+      finished: gradients of the straight program: where the compiler's scheduler would put them off and keep what they read (XLA:CPU), a
+        recomputation waits for those that come before it.
     """
 
     values: Mapping[int, Sharding] = field(default_factory=dict)
     operands: Mapping[tuple[int, int], Sharding] = field(default_factory=dict)
     kept: tuple[frozenset[int] | None, ...] = ()
     gathered_late: frozenset[tuple[int, int]] = frozenset()
+    finished: frozenset[int] = frozenset()

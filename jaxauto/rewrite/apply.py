@@ -6,7 +6,8 @@ an operation, every operand of one, every loop input and both ends of every resh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,9 +41,13 @@ class _Constraints(Pins):
     def __init__(self, decisions: Decisions, mesh: Any, origin: Mapping[int, int], stacked: frozenset[int]):
         self.decisions, self.mesh, self.origin, self.stacked = decisions, mesh, origin, stacked
         self.on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+        self.awaited: list = []
 
     def barrier(self, arrays: list) -> list:
-        return after_last(arrays) if self.on_cpu else super().barrier(arrays)
+        if not self.on_cpu:
+            return super().barrier(arrays)
+        awaited, self.awaited = self.awaited, []
+        return after_last(arrays, awaited)
 
     def pinned(self, array: Any, sharding: Sharding, stacked: bool = False) -> Any:
         if array.ndim != len(sharding) + stacked or jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -52,7 +57,10 @@ class _Constraints(Pins):
 
     def value(self, number: int, array: Any) -> Any:
         sharding = self.decisions.values.get(self.origin.get(number, number))
-        return array if sharding is None else self.pinned(array, sharding, number in self.stacked)
+        array = array if sharding is None else self.pinned(array, sharding, number in self.stacked)
+        if self.on_cpu and number in self.decisions.finished:
+            self.awaited.append(array)
+        return array
 
     def operand(self, node: Node, index: int, array: Any, operands: list) -> Any:
         if not node.outputs:
@@ -67,18 +75,21 @@ class _Constraints(Pins):
         return self.pinned(array, sharding)
 
 
-def after_last(arrays: list) -> list:
+def after_last(arrays: list, awaited: Sequence = ()) -> list:
     """A barrier that XLA:CPU respects: it drops ``optimization_barrier`` before it merges equal subexpressions.
 
-    Every array passes through a select whose predicate is always true, reads the last floating-point array, and cannot be folded: 0 · x is 0
-    or NaN, and neither is 1.
+    Every array passes through a select whose predicate is always true, reads the last floating-point array and all that is ``awaited``, and
+    cannot be folded: 0 · x is 0 or NaN, and neither is 1.
     """
     floating = [k for k, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating) and x.size]
     if not floating:
         return list(lax.optimization_barrier(tuple(arrays)))
-    witness = arrays[floating[-1]]
-    always = lax.slice(witness, (0,) * witness.ndim, (1,) * witness.ndim).reshape(()) * 0 != 1
+    always = functools.reduce(jnp.logical_and, [_true(x) for x in (arrays[floating[-1]], *awaited)])
     return [x if k == floating[-1] or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else _selected(always, x) for k, x in enumerate(arrays)]
+
+
+def _true(array: Any) -> Any:
+    return lax.slice(array, (0,) * array.ndim, (1,) * array.ndim).reshape(()) * 0 != 1
 
 
 def _selected(always: Any, array: Any) -> Any:

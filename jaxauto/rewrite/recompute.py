@@ -203,9 +203,10 @@ def _rewrite_straight(program: _Program, chosen: list[tuple[Block, frozenset[int
             starts.setdefault(min(uses), []).append(_Recomputation(block.phase, nodes, reads, dropped))
     result: list[Node] = []
     names: _Names = {}
+    ripe = _ripeness(graph, phase)
     for k, node in enumerate(graph.nodes):
         for work in starts.get(k, ()):
-            cotangent = _cotangent(program, graph, k, phase, readers, position)
+            cotangent = _cotangent(program, graph, k, phase, readers, position, ripe)
             result += _made_again(program, work, cotangent, node, names)
         late = {x: names[x][0] for x in node.inputs if isinstance(x, int) and x in names and phase[node.id] > names[x][1]}
         _read_as(node, late)
@@ -224,15 +225,24 @@ def _made_again(program: _Program, work: _Recomputation, cotangent: int | None, 
     return [barrier, *copies]
 
 
-def _cotangent(program: _Program, graph: Graph, place: int, phase, readers, position) -> int | None:
-    """A value of the backward pass that is alive before the node at ``place``: what that node reads, else the youngest one."""
-    node = graph.nodes[place]
-    read = [x for x in node.inputs if isinstance(x, int)]
+def _ripeness(graph: Graph, phase) -> dict[int, int]:
+    """For each value, the last position of the forward pass that it depends on: a true cotangent depends on the loss, a broadcast zero on none."""
+    ripe: dict[int, int] = {}
+    for k, node in enumerate(graph.nodes):
+        latest = max((ripe.get(x, -1) for x in node.inputs if isinstance(x, int)), default=-1)
+        ripe.update(dict.fromkeys(node.outputs, latest if phase[node.id] % 2 else k))
+    return ripe
+
+
+def _cotangent(program: _Program, graph: Graph, place: int, phase, readers, position, ripe) -> int | None:
+    """A value of the backward pass that is alive before the node at ``place`` and waits for most of the forward pass.
+
+    Of those what the node itself reads comes first, then arrays before scalars, then the youngest.
+    """
+    read = {x for x in graph.nodes[place].inputs if isinstance(x, int)}
     made = {out: n for n in graph.nodes[max(0, place - 400) : place] for out in n.outputs if phase[n.id] % 2}
-    for x in sorted((x for x in read if x in made), key=lambda x: -len(program.values[x].shape)):
-        return x
-    live = [x for x in made if max(readers.get(x, (-1,))) >= place]
-    return max(live, key=lambda x: (bool(program.values[x].shape), position[made[x].id]), default=None)
+    live = [x for x in made if x in read or max(readers.get(x, (-1,))) >= place]
+    return max(live, key=lambda x: (ripe[x], x in read, bool(program.values[x].shape), position[made[x].id]), default=None)
 
 
 # ------------------------------------------------------------------------------------------------------------ scan pairs

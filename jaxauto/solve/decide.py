@@ -45,7 +45,13 @@ def decisions_of(candidate: Candidate) -> Decisions:
         if (here != there).any():
             position = np.where(np.isin(model.position(x, e.value), _summed(e)), model.position(x, e.value), there[0])
             operands[node.outputs[0], e.operand] = sharding_of(position, len(e.dims), model.mesh)
-    return Decisions(values, operands, candidate.variant.kept, frozenset(late))
+    finished = frozenset(
+        o.value
+        for op in model.groups.operations
+        for o in op.results
+        if op.node.backward and o.value in model.program.late_only and model.groups.times[op.node.id] == 1
+    )
+    return Decisions(values, operands, candidate.variant.kept, frozenset(late), finished)
 
 
 def sharding_of_value(model: Model, x: np.ndarray, number: int) -> Sharding:
