@@ -264,7 +264,7 @@ CPU = Chip(
     1,
     (4096,),
     "switch",
-    peaks={"float32": _assumed(10e9, "flop/s"), "bfloat16": _assumed(5e9, "flop/s"), "float64": _assumed(5e9, "flop/s")},
+    peaks={"float32": _assumed(10e9, "flop/s"), "bfloat16": _assumed(10e9, "flop/s"), "float64": _assumed(5e9, "flop/s")},
     numbers={
         "hbm_bytes": _assumed(4.0 * GIB, "byte"),
         "hbm_bandwidth": _assumed(2e9, "byte/s"),

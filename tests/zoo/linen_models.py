@@ -108,7 +108,7 @@ class EncoderDecoder(nn.Module):
 
 def optimizer():
     """With an epsilon at which Adam does not divide the rounding noise of small gradients by itself."""
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3, eps=1e-2))
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, eps=1e-2))
 
 
 def fill(path, leaf):
