@@ -25,7 +25,7 @@ from models import LLAMA, Decoder, step_and_args
 
 import jaxauto
 
-GPT2 = Decoder(12, 768, 12, 12, 2048, 50304, batch=32, length=1024)
+GPT2 = Decoder(12, 768, 12, 12, 2048, 50304, batch=8, length=1024)
 DEMO = Decoder(4, 256, 8, 8, 1024, 256, batch=16, length=128, scan=False)
 CASES = {
     "demo": (DEMO, {"mesh": {"data": 4, "model": 2}}, 3.0),
@@ -38,7 +38,7 @@ CASES = {
         {"target": "v5p:8x8x8", "mesh": {"data": 16, "model": 8, "expert": 4}},
         40.0,
     ),
-    "405b-scanned-2048": (LLAMA["405b"].with_(batch=2048, length=8192), {"target": "v5p:8x16x16"}, 30.0),
+    "405b-scanned-2048": (LLAMA["405b"].with_(batch=2048, length=4096), {"target": "v5p:8x16x16"}, 30.0),
 }
 
 
