@@ -1,7 +1,7 @@
 """A certified plan fits: compile, and where the compiler needs more than the budget, tighten by the measured excess and solve again.
 
-The estimate e, the compiled c and the budget M of one round give the budget of the next: M e / c, the estimate that the same ratio brings to M.
-Where no plan has so little, the leanest plan is compiled: compilers differ most from the estimate where there is room to waste.
+The estimate e and the compiled c of one round give the next one, under a budget of M: the estimate may be M e / c.
+Where no plan has so little, the leanest plan is compiled: compilers stray from the estimate most where there is room to waste.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_ROUNDS = 3
 _SLACK = 0.02  # the next plan's excess differs a little
 
 
-def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str], None], must: bool) -> Plan:
+def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str], None], *, must: bool) -> Plan:
     """``plan``, or one with less memory, that the target's compiler fits into ``budget`` bytes.
 
     Args:
@@ -28,7 +28,6 @@ def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str],
     Raises:
       InfeasibleError: after ``MAX_ROUNDS`` compilations it still does not fit; with the compiler's own numbers.
     """
-    from jaxauto.planner import solve  # the planner certifies, and certifying plans again
 
     tried: list[str] = []
     for number in range(1, MAX_ROUNDS + 1):
@@ -49,7 +48,8 @@ def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str],
             break
         plan = leaner
     raise InfeasibleError(
-        f"no plan was found that the compiler fits into {_mib(budget)} of {plan.target}: in {len(tried)} rounds it needed {', then '.join(tried)}. "
+        f"no plan was found that the compiler fits into {_mib(budget)} of {plan.target}: in {len(tried)} rounds "
+        f"it needed {', then '.join(tried)}. "
         "Raise memory_budget, or plan with certify=False to get the plan all the same."
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -40,10 +41,6 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list]:
     return jaxpr, consts
 
 
-def is_jaxpr(x: Any) -> bool:
-    return hasattr(open_jaxpr(x)[0], "eqns")
-
-
 def dead_code_eliminated(closed: Any) -> Any:
     """The closed jaxpr without equations that no output or effect needs; all inputs are kept."""
     jaxpr, consts = open_jaxpr(closed)
@@ -67,7 +64,7 @@ def _bind_params(eqn: Any) -> tuple[list, dict]:
 
 
 @contextlib.contextmanager
-def source_of(eqn: Any, scope: str = ""):
+def source_of(eqn: Any, scope: str = "") -> Iterator[None]:
     """Trace under the source line of ``eqn`` and the name stack ``scope``."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_source_info.user_context(eqn.source_info.traceback))
@@ -82,6 +79,7 @@ def source_line(eqn: Any) -> str:
 
 
 def name_stack(eqn: Any) -> str:
+    """Scopes and transforms that the equation was traced under, e.g. ``"transpose(jvp(block))/attention"``."""
     return str(eqn.source_info.name_stack)
 
 
@@ -117,10 +115,12 @@ def plain_scope(stack: str) -> str:
 
 
 def is_transposed(stack: str) -> bool:
+    """Whether a name stack belongs to a backward pass."""
     return "transpose(" in stack
 
 
 def is_key_dtype(dtype: Any) -> bool:
+    """Whether these are new-style PRNG keys."""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 

@@ -99,8 +99,8 @@ def _restrict(allowed, groups: Groups, number: int, sharding: Sharding, mesh: Me
     if closed or not fits.any():
         d = closed[0] if closed else next(i for i, axes in enumerate(sharding) if axes)
         raise ConstraintError(
-            f"{what}: dimension {d} of shape {groups.graph.values[number].shape} cannot be split over {sharding[d]} of {mesh.shape} in this step; "
-            "the values that it is tied to (loop slices, the same array elsewhere) do not divide."
+            f"{what}: dimension {d} of shape {groups.graph.values[number].shape} cannot be split over {sharding[d]} of {mesh.shape} "
+            "in this step; the values that it is tied to (loop slices, the same array elsewhere) do not divide."
         )
     allowed[group] = allowed[group] & fits if group in allowed else fits
     if not allowed[group].any():

@@ -142,7 +142,7 @@ class Value:
         return tuple(self.aval.shape)
 
     @property
-    def dtype(self):
+    def dtype(self) -> Any:
         return self.aval.dtype
 
 
@@ -291,7 +291,7 @@ class Decisions:
       values: value id → sharding to pin it to.
       operands: (first result of a node, operand index) → sharding of that operand for that node alone.
       kept: for each block of ``blocks.find_blocks`` the value ids it keeps for the backward pass, or None for as written.
-      gathered_late: (first result, operand index) whose resharding waits for the backward pass (else two gathers become one that lives long).
+      gathered_late: (first result, operand index) whose gather waits for the backward pass (else it is merged with the forward one's).
       finished: gradients of the straight program: where the compiler's scheduler would put them off and keep what they read (XLA:CPU), a
         recomputation waits for those that come before it.
     """

@@ -68,12 +68,14 @@ def memory_by_kind(model: Model, x: np.ndarray) -> dict[str, float]:
     turn = _turn(model)
     kinds = dict.fromkeys(MEMORY_KINDS, 0.0)
     for k in np.nonzero(alive)[0]:
-        kinds[_kind(model, int(model.variant.origin[k]), bool(b.is_input[k]), b.start[k] < turn <= b.end[k])] += sizes[k]
+        kinds[_kind(model, int(model.variant.origin[k]), is_input=bool(b.is_input[k]), crosses=bool(b.start[k] < turn <= b.end[k]))] += (
+            sizes[k]
+        )
     kinds["transients"] += float(live[at]) - float(sizes[alive].sum())
     return kinds
 
 
-def _kind(model: Model, number: int, is_input: bool, crosses: bool) -> str:
+def _kind(model: Model, number: int, *, is_input: bool, crosses: bool) -> str:
     program = model.program
     if is_input:
         if number not in program.known_early:
@@ -86,7 +88,10 @@ def _kind(model: Model, number: int, is_input: bool, crosses: bool) -> str:
 
 def _turn(model: Model) -> int:
     """The position where the backward pass begins."""
-    return min((model.buffers.position[n.id] for n in walk(model.variant.rewritten.graph) if n.backward and n.id in model.buffers.position), default=0)
+    return min(
+        (model.buffers.position[n.id] for n in walk(model.variant.rewritten.graph) if n.backward and n.id in model.buffers.position),
+        default=0,
+    )
 
 
 def collectives(model: Model, x: np.ndarray) -> tuple[Collective, ...]:

@@ -23,7 +23,7 @@ class Functional:
         """The user's arguments as pytrees, in the same positions."""
         return args
 
-    def absorb(self, args: tuple, out: Any) -> Any:
+    def absorb(self, args: tuple, out: Any) -> Any:  # noqa: ARG002  subclasses need args
         """Write new state into the user's objects; returns what the user's step would have returned."""
         return out
 
@@ -92,4 +92,4 @@ def _split(objects: list) -> tuple[Any, Mapping]:
 
 def _parts(state: Mapping, count: int) -> list:
     """The state of each object; None for one whose state all belongs to an earlier one."""
-    return [state[i] if i in state else None for i in range(count)]
+    return [state.get(i, None) for i in range(count)]

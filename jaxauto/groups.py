@@ -139,7 +139,7 @@ class _Grouping:
 
     # ------------------------------------------------------------------------------------------------------ placing values
 
-    def fresh(self, number: int, leaf: bool = False) -> None:
+    def fresh(self, number: int, *, leaf: bool = False) -> None:
         """A group of its own for a value; dimensions of size 1 are whole."""
         shape = self.values[number].shape
         dims, sizes = [], []
@@ -252,9 +252,7 @@ class _Grouping:
         reduced = [d for d in reduced if d != WHOLE]
         if group == target and not reduced and all(a == b for a, b in pairs):
             return
-        self.edges.append(
-            Edge(group, target, tuple(pairs), tuple(reduced), x, out, self.times[node.id], node.id, k, node.backward)
-        )
+        self.edges.append(Edge(group, target, tuple(pairs), tuple(reduced), x, out, self.times[node.id], node.id, k, node.backward))
 
     def pass_on(self, source: int, target: int, node: Node | None, operand: int) -> None:
         """An edge between two values of the same shape that need not be sharded alike (state out → state in, initial carry)."""
@@ -362,9 +360,7 @@ class _Grouping:
 
     def operation(self, node: Node, rule: OpRule) -> Operation:
         sizes = _shardable_factors(rule, node, self.values)
-        operands = [
-            self.operand(x, rule.operands[k]) for k, x in enumerate(node.inputs) if not isinstance(x, Literal)
-        ]
+        operands = [self.operand(x, rule.operands[k]) for k, x in enumerate(node.inputs) if not isinstance(x, Literal)]
         results = [self.operand(x, spec) for x, spec in zip(node.outputs, rule.results, strict=True)]
         return Operation(node, rule, tuple(sizes.items()), tuple(operands), tuple(results), self.times[node.id])
 

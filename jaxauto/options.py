@@ -57,7 +57,11 @@ def mesh_candidates(mesh: Any, target: Target, found_in_step: Mapping[str, int] 
     if total > target.num_devices:
         raise ArgumentError(
             f"mesh {shape} needs {total} devices; {target} has {target.num_devices}. Use a smaller mesh"
-            + (", or emulate devices on CPU with XLA_FLAGS=--xla_force_host_platform_device_count=N." if target.chip.platform == "cpu" else ".")
+            + (
+                ", or emulate devices on CPU with XLA_FLAGS=--xla_force_host_platform_device_count=N."
+                if target.chip.platform == "cpu"
+                else "."
+            )
         )
     return [mesh_axes(shape, target)]
 
@@ -74,7 +78,7 @@ def mesh_axes(shape: Mapping[str, int], target: Target) -> MeshAxes:
     return MeshAxes(tuple(shape), sizes, links, scatters=target.chip.platform != "cpu")
 
 
-def device_mesh(axes: MeshAxes, mesh: Any, target: Target, here: bool) -> Any:
+def device_mesh(axes: MeshAxes, mesh: Any, target: Target, *, here: bool) -> Any:
     """jax.sharding.Mesh of the devices here, or an AbstractMesh when the target is elsewhere."""
     if isinstance(mesh, Mesh):
         return mesh
@@ -92,7 +96,9 @@ def bind_static(
     step: Callable, args: tuple, kwargs: dict, static_argnums: int | Sequence[int], static_argnames: str | Sequence[str]
 ) -> tuple[Callable, tuple, dict, tuple]:
     """The step with its static arguments bound: (step, dynamic args, dynamic kwargs, hashable key of the static ones)."""
-    nums = {n % len(args) for n in ((static_argnums,) if isinstance(static_argnums, int) else static_argnums) if -len(args) <= n < len(args)}
+    nums = {
+        n % len(args) for n in ((static_argnums,) if isinstance(static_argnums, int) else static_argnums) if -len(args) <= n < len(args)
+    }
     names = {static_argnames} if isinstance(static_argnames, str) else set(static_argnames)
     fixed = {k: v for k, v in kwargs.items() if k in names}
     if not nums and not fixed:

@@ -16,7 +16,7 @@ from jaxauto.blocks import closure
 from jaxauto.constraints import allowed_states, ignored_pins
 from jaxauto.core import Graph, MeshAxes
 from jaxauto.cost.fusion import value_bytes
-from jaxauto.errors import InfeasibleError, UnknownPrimitiveWarning
+from jaxauto.errors import InfeasibleError, TargetError, UnknownPrimitiveWarning
 from jaxauto.estimate import estimate, memory_by_kind
 from jaxauto.graph import build, walk
 from jaxauto.groups import Groups, data_dependent, feeding_operations, find_groups
@@ -86,7 +86,7 @@ def make_plan(fun: Callable, args: tuple, kwargs: dict, options: Options) -> Pla
         target = resolve(options.target)
         budget = budget_bytes(options.memory_budget, target.chip.hbm_bytes)
         plan = solve(step, target, budget, options, progress)
-        if _should_certify(options, target):
+        if _should_certify(options):
             from jaxauto.certify import certified
 
             progress("certifying with the compiler")
@@ -182,7 +182,8 @@ def _infeasible_message(results: list[tuple[MeshAxes, Found]], budget: float, ta
     parts = sorted(memory_by_kind(least.model, least.x).items(), key=lambda kv: -kv[1])
     made_of = ", ".join(f"{name} {gib(b)}" for name, b in parts if b > 0.005 * least.peak_bytes)
     return (
-        f"no plan fits {gib(budget)} on each of {mesh.num_devices} x {target.chip.name}: the least that any plan needs is {gib(least.peak_bytes)} "
+        f"no plan fits {gib(budget)} on each of {mesh.num_devices} x {target.chip.name}: "
+        f"the least that any plan needs is {gib(least.peak_bytes)} "
         f"(mesh {mesh.shape}, everything recomputed), made of {made_of}. "
         "Use more devices, a larger memory_budget, a smaller batch, or a leaner optimizer state."
     )
@@ -215,7 +216,7 @@ def build_plan(solved: Solved, best: Candidate, budget: float, options: Options)
     )
     found = solved.found
     return Plan(
-        mesh=device_mesh(model.mesh, options.mesh, solved.target, here),
+        mesh=device_mesh(model.mesh, options.mesh, solved.target, here=here),
         target=str(solved.target),
         budget_bytes=budget,
         in_paths=traced.in_paths,
@@ -239,16 +240,26 @@ def build_plan(solved: Solved, best: Candidate, budget: float, options: Options)
             meshes=solved.meshes,
         ),
         fingerprint=fingerprint(step.graph),
-        notes=(*step.notes, *ignored_pins(step.groups, model.mesh)),
+        notes=(*step.notes, *ignored_pins(step.groups, model.mesh), *_not_built(options)),
         program=Program(step.fun, traced, step.graph, solved),
     )
+
+
+def _not_built(options: Options) -> tuple[str, ...]:
+    """Options that are accepted and do nothing yet."""
+    notes = []
+    if options.remat == "offload":
+        notes.append('remat="offload": offloading to host memory is not built yet; planned as remat="auto".')
+    if options.tune:
+        notes.append(f"tune={options.tune}: judging several plans by the compiler is not built yet; this is the planner's own favourite.")
+    return tuple(notes)
 
 
 def _is_here(target: Target) -> bool:
     """Whether the target is this process's own devices."""
     try:
         return resolve(None).chip.name == target.chip.name and len(jax.devices()) >= target.num_devices
-    except Exception:  # devices that no chip describes: not this target
+    except TargetError:  # devices that no chip describes: not this target
         return False
 
 
@@ -294,9 +305,6 @@ def fingerprint(graph: Graph) -> str:
 # ----------------------------------------------------------------------------------------------------------------- certify
 
 
-def _should_certify(options: Options, target: Target) -> bool:
-    if options.certify is not True and (options.certify is False or options.memory_budget is None):
-        return False
-    return True
-
-
+def _should_certify(options: Options) -> bool:
+    """``"auto"``: where a budget was given; what the chip has leaves room for the estimate's error."""
+    return options.certify is True or (options.certify == "auto" and options.memory_budget is not None)

@@ -15,7 +15,7 @@ class Progress:
     ``wanted``: True, False, or None: where somebody can see it.
     """
 
-    def __init__(self, wanted: bool | None):
+    def __init__(self, wanted: bool | None):  # noqa: FBT001  an option of the user's, three-valued
         self.wanted = _visible() if wanted is None else wanted
         self.started = time.monotonic()
         self.status: Any = None

@@ -102,7 +102,9 @@ def _in_path(path: Any) -> str:
 def _trace_message(fun: Callable, error: Exception, in_paths, in_avals) -> str:
     name = getattr(fun, "__name__", type(fun).__name__)
     text = str(error)
-    named = [f"{p} ({a.dtype}{list(a.shape)})" for p, a in zip(in_paths, in_avals, strict=True) if f"flat_args[{in_paths.index(p)}]" in text]
+    named = [
+        f"{p} ({a.dtype}{list(a.shape)})" for p, a in zip(in_paths, in_avals, strict=True) if f"flat_args[{in_paths.index(p)}]" in text
+    ]
     abstract_args = ", ".join(named[:3] or [f"{p} ({a.dtype}{list(a.shape)})" for p, a in list(zip(in_paths, in_avals, strict=True))[:6]])
     more = "" if named or len(in_paths) <= 6 else f" and {len(in_paths) - 6} more"
     return (

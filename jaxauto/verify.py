@@ -137,7 +137,7 @@ def compile_ahead(plan: Any, timeout: float) -> Compilation:
     return Compilation(result.compiler, result.text, memory, result.seconds)
 
 
-def verify(plan: Any, run: bool = False, steps: int = 3, timeout: float = 600.0) -> Verification:
+def verify(plan: Any, *, run: bool = False, steps: int = 3, timeout: float = 600.0) -> Verification:
     """See ``Plan.verify``.
 
     Args:
@@ -212,7 +212,9 @@ def measure(plan: Any, steps: int) -> float:
 
     def zeros():
         return [
-            jax.device_put(jax.random.key(0), s) if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key) and not a.shape else jnp.zeros(a.shape, a.dtype, device=s)
+            jax.device_put(jax.random.key(0), s)
+            if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key) and not a.shape
+            else jnp.zeros(a.shape, a.dtype, device=s)
             for a, s in zip(plan.in_avals, plan.flat_in_shardings, strict=True)
         ]
 

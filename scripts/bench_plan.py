@@ -31,7 +31,11 @@ CASES = {
     "demo": (DEMO, {"mesh": {"data": 4, "model": 2}}, 3.0),
     "gpt2-unrolled": (GPT2.with_(scan=False), {"mesh": {"data": 4, "model": 2}}, 10.0),
     "gpt2-scanned": (GPT2, {"mesh": {"data": 4, "model": 2}}, 5.0),
-    "8b-unrolled-8x8": (LLAMA["8b"].with_(scan=False, batch=64, length=8192), {"target": "v5p:4x4x4", "mesh": {"data": 8, "model": 8}}, 10.0),
+    "8b-unrolled-8x8": (
+        LLAMA["8b"].with_(scan=False, batch=64, length=8192),
+        {"target": "v5p:4x4x4", "mesh": {"data": 8, "model": 8}},
+        10.0,
+    ),
     "70b-scanned-512": (LLAMA["70b"].with_(batch=512, length=4096), {"target": "v5p:8x8x8"}, 30.0),
     "70b-unrolled-4x8x16": (
         LLAMA["70b"].with_(scan=False, batch=512, length=4096),
@@ -78,8 +82,8 @@ def table(rows: list[dict]) -> str:
     for r in rows:
         mesh = "x".join(map(str, r["mesh"].values()))
         lines.append(
-            f"| {r['case']} | {r['equations']} | {mesh} | {r['goal_s']:.0f} | {r['wall_s']:.1f} | {r['processor_s']:.1f} | {r['gap']:.2%} | "
-            f"{r['step_time_s']:.4g} | {r['mfu']:.1%} | {r['peak_memory_gib']:.2f} | {r['process_gib']:.2f} |"
+            f"| {r['case']} | {r['equations']} | {mesh} | {r['goal_s']:.0f} | {r['wall_s']:.1f} | {r['processor_s']:.1f} | "
+            f"{r['gap']:.2%} | {r['step_time_s']:.4g} | {r['mfu']:.1%} | {r['peak_memory_gib']:.2f} | {r['process_gib']:.2f} |"
         )
     return "\n".join(lines) + "\n"
 

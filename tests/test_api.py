@@ -29,7 +29,11 @@ def train_step(state, batch):
 
 def init(key):
     a, b = jax.random.split(key)
-    params = {"w1": jax.random.normal(a, (WIDE, 4 * WIDE)) * 0.05, "b1": jnp.zeros(4 * WIDE), "w2": jax.random.normal(b, (4 * WIDE, WIDE)) * 0.05}
+    params = {
+        "w1": jax.random.normal(a, (WIDE, 4 * WIDE)) * 0.05,
+        "b1": jnp.zeros(4 * WIDE),
+        "w2": jax.random.normal(b, (4 * WIDE, WIDE)) * 0.05,
+    }
     return {"params": params, "opt": TX.init(params)}
 
 
@@ -119,7 +123,10 @@ def test_a_mesh_of_jax_is_taken_as_it_is():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("rows", "columns"))
     plan = jaxauto.plan(train_step, *abstract(), mesh=mesh)
     assert plan.mesh is mesh
-    assert {a for spec in plan.in_specs for part in spec if part for a in ((part,) if isinstance(part, str) else part)} <= {"rows", "columns"}
+    assert {a for spec in plan.in_specs for part in spec if part for a in ((part,) if isinstance(part, str) else part)} <= {
+        "rows",
+        "columns",
+    }
 
 
 def test_without_a_mesh_shapes_are_searched():
@@ -155,7 +162,9 @@ def test_donation_can_be_refused():
 
 
 def test_an_undecorated_inference_function_works_too():
-    plan = jaxauto.plan(lambda w, x: jax.nn.softmax(x @ w), jax.ShapeDtypeStruct((64, 128), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.float32))
+    plan = jaxauto.plan(
+        lambda w, x: jax.nn.softmax(x @ w), jax.ShapeDtypeStruct((64, 128), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.float32)
+    )
     w, x = np.random.default_rng(0).normal(size=(64, 128)).astype(np.float32), np.ones((32, 64), np.float32)
     np.testing.assert_allclose(plan.jit()(w, x), jax.nn.softmax(x @ w), rtol=1e-5)
 

@@ -25,36 +25,40 @@ MESH = {"data": 4, "model": 2}
 
 REFUSED = {
     "a constraint that names no argument": (
-        dict(constraints={"0.weights": P("data")}),
+        {"constraints": {"0.weights": P("data")}},
         jaxauto.ConstraintError,
         r"constraint '0\.weights' matches no argument; paths look like 0\.w",
     ),
     "a constraint that names no axis": (
-        dict(constraints={"0.w": P("tensor")}),
+        {"constraints": {"0.w": P("tensor")}},
         jaxauto.ConstraintError,
         r"0\.w: .*\('tensor',\) names mesh axis 'tensor'; the mesh has \{'data': 4, 'model': 2\}",
     ),
     "a dimension that does not divide": (
-        dict(mesh={"data": 8}, constraints={"0.w": P("data")}),
+        {"mesh": {"data": 8}, "constraints": {"0.w": P("data")}},
         jaxauto.ConstraintError,
         r"0\.w has shape \(60, 64\): dimension 0 of size 60 cannot be split 8 ways .*Pad it to 64",
     ),
     "more dimensions than there are": (
-        dict(constraints={"0.w": P("data", None, "model")}),
+        {"constraints": {"0.w": P("data", None, "model")}},
         jaxauto.ConstraintError,
         r"0\.w has shape \(60, 64\): .* names 3 dimensions, it has 2",
     ),
-    "a constraint that is no PartitionSpec": (dict(constraints={"0.w": "data"}), jaxauto.ConstraintError, r"0\.w: constraints are jax\.sharding\.PartitionSpec objects, not str"),
+    "a constraint that is no PartitionSpec": (
+        {"constraints": {"0.w": "data"}},
+        jaxauto.ConstraintError,
+        r"0\.w: constraints are jax\.sharding\.PartitionSpec objects, not str",
+    ),
     "a mesh larger than the devices": (
-        dict(mesh={"data": 16}),
+        {"mesh": {"data": 16}},
         jaxauto.ArgumentError,
         r"mesh \{'data': 16\} needs 16 devices; cpu:8 has 8\. .*--xla_force_host_platform_device_count",
     ),
-    "a budget that is none": (dict(memory_budget="lots"), jaxauto.ArgumentError, r"memory_budget='lots': give bytes .*\"14GiB\""),
-    "an unknown remat": (dict(remat="full"), jaxauto.ArgumentError, r"remat='full': give \"auto\", \"off\" or \"offload\""),
-    "an unknown chip": (dict(target="v9x:8"), jaxauto.TargetError, r"v9x"),
+    "a budget that is none": ({"memory_budget": "lots"}, jaxauto.ArgumentError, r"memory_budget='lots': give bytes .*\"14GiB\""),
+    "an unknown remat": ({"remat": "full"}, jaxauto.ArgumentError, r"remat='full': give \"auto\", \"off\" or \"offload\""),
+    "an unknown chip": ({"target": "v9x:8"}, jaxauto.TargetError, r"v9x"),
     "a budget that nothing meets": (
-        dict(memory_budget=4000, certify=False),
+        {"memory_budget": 4000, "certify": False},
         jaxauto.InfeasibleError,
         r"no plan fits 3\.91 KiB on each of 8 x cpu: the least that any plan needs is [0-9.]+ KiB .*made of .*parameters",
     ),
@@ -90,7 +94,9 @@ def test_deleted_arrays_are_named():
     state, _ = sharded(state, batch)
     kept = state
     state, _ = sharded(state, batch)
-    with pytest.raises(jaxauto.ArgumentError, match=r"argument 0\.w is an array that was deleted: an earlier call took \(donated\) its buffer"):
+    with pytest.raises(
+        jaxauto.ArgumentError, match=r"argument 0\.w is an array that was deleted: an earlier call took \(donated\) its buffer"
+    ):
         sharded(kept, batch)
     sharded(state, batch)
 
@@ -159,3 +165,9 @@ def test_a_registered_rule_is_used_instead():
     plan = jaxauto.plan(lambda x: primitive.bind(x) * 2, jax.ShapeDtypeStruct((64, 128), jnp.float32), mesh=MESH)
     assert plan.notes == ()
     np.testing.assert_array_equal(plan.jit()(np.ones((64, 128), np.float32)), 6.0)
+
+
+def test_options_that_are_not_built_yet_are_noted():
+    plan = jaxauto.plan(step, STATE, BATCH, mesh=MESH, remat="offload", tune=4)
+    assert any("offloading to host memory is not built yet" in note for note in plan.notes)
+    assert any(note.startswith("tune=4") for note in plan.notes)

@@ -20,7 +20,21 @@ ORDER = [
     {"cost"},
     {"solve", "constraints", "options"},
     {"place", "estimate", "aot"},
-    {"plan", "policy", "verify", "certify", "store", "planner", "report", "explain", "tables", "naming", "writing", "alternatives", "export"},
+    {
+        "plan",
+        "policy",
+        "verify",
+        "certify",
+        "store",
+        "planner",
+        "report",
+        "explain",
+        "tables",
+        "naming",
+        "writing",
+        "alternatives",
+        "export",
+    },
     {"profile", "profile_mesh", "timeline"},
     {"api"},
     {"__init__", "cli", "__main__"},
@@ -55,9 +69,17 @@ def test_imports_point_backwards(path):
 @pytest.mark.parametrize("path", sorted(p for p in ROOT.rglob("*.py") if p.name != "compat.py"), ids=lambda p: str(p.relative_to(ROOT)))
 def test_private_jax_stays_in_compat(path):
     for node in ast.walk(ast.parse(path.read_text())):
-        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        names = (
+            [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else [a.name for a in node.names]
+            if isinstance(node, ast.Import)
+            else []
+        )
         for name in names:
-            assert not name.startswith(("jax._src", "jax.interpreters", "jax.extend", "jaxlib")), f"{path.name}:{node.lineno} imports {name}"
+            assert not name.startswith(("jax._src", "jax.interpreters", "jax.extend", "jaxlib")), (
+                f"{path.name}:{node.lineno} imports {name}"
+            )
 
 
 def test_importing_does_nothing():

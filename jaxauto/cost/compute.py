@@ -17,7 +17,7 @@ from jaxauto.strategies import project, shards
 _MATRIX = frozenset({Kind.DOT, Kind.CONV})
 
 
-def traffic_seconds(bytes_: np.ndarray | float, chip: Any):
+def traffic_seconds(bytes_: Any, chip: Any) -> Any:
     """Seconds to move ``bytes_`` between HBM and the cores."""
     return bytes_ / (chip.bandwidth_efficiency * chip.hbm_bandwidth)
 

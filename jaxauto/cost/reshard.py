@@ -45,7 +45,9 @@ def passage_seconds(source: np.ndarray, target: np.ndarray, bytes_: float, mesh:
     return total
 
 
-def passage_collectives(source: np.ndarray, target: np.ndarray, bytes_: float, mesh: MeshAxes, partial: np.ndarray | None = None):
+def passage_collectives(
+    source: np.ndarray, target: np.ndarray, bytes_: float, mesh: MeshAxes, partial: np.ndarray | None = None
+) -> list[tuple[str, float, tuple[int, ...], float]]:
     """The collectives of one passage: list of (kind, bytes of the full array on the group, axis indices, seconds)."""
     part = None if partial is None else partial[None]
     found = []

@@ -49,7 +49,7 @@ class _Constraints(Pins):
         awaited, self.awaited = self.awaited, []
         return after_last(arrays, awaited)
 
-    def pinned(self, array: Any, sharding: Sharding, stacked: bool = False) -> Any:
+    def pinned(self, array: Any, sharding: Sharding, *, stacked: bool = False) -> Any:
         if array.ndim != len(sharding) + stacked or jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
             return array
         spec = partition_spec(((),) * stacked + sharding)
@@ -57,7 +57,7 @@ class _Constraints(Pins):
 
     def value(self, number: int, array: Any) -> Any:
         sharding = self.decisions.values.get(self.origin.get(number, number))
-        array = array if sharding is None else self.pinned(array, sharding, number in self.stacked)
+        array = array if sharding is None else self.pinned(array, sharding, stacked=number in self.stacked)
         if self.on_cpu and number in self.decisions.finished:
             self.awaited.append(array)
         return array
@@ -85,7 +85,10 @@ def after_last(arrays: list, awaited: Sequence = ()) -> list:
     if not floating:
         return list(lax.optimization_barrier(tuple(arrays)))
     always = functools.reduce(jnp.logical_and, [_true(x) for x in (arrays[floating[-1]], *awaited)])
-    return [x if k == floating[-1] or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else _selected(always, x) for k, x in enumerate(arrays)]
+    return [
+        x if k == floating[-1] or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else _selected(always, x)
+        for k, x in enumerate(arrays)
+    ]
 
 
 def _true(array: Any) -> Any:

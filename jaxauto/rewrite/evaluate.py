@@ -11,14 +11,15 @@ from jax import lax
 from jaxauto import compat
 from jaxauto.core import Graph, Literal, Node
 
+
 class Pins:
     """Where arrays are pinned to shardings while a graph is evaluated; this one pins nothing."""
 
-    def value(self, number: int, array: Any) -> Any:
+    def value(self, number: int, array: Any) -> Any:  # noqa: ARG002
         """Called with every value as it is made; returns the array, pinned or not."""
         return array
 
-    def operand(self, node: Node, index: int, array: Any, operands: list) -> Any:
+    def operand(self, node: Node, index: int, array: Any, operands: list) -> Any:  # noqa: ARG002
         """Called with every operand of every equation, right before it."""
         return array
 
@@ -45,8 +46,11 @@ def evaluate(graph: Graph, arrays, outer: Mapping[int, Any], pin: Pins) -> list:
         env[number] = pin.value(number, array)
     for node in graph.nodes:
         operands = [_read(env, x) for x in node.inputs]
-        operands = [x if isinstance(a, Literal) else pin.operand(node, k, x, operands) for k, (a, x) in enumerate(zip(node.inputs, operands, strict=True))]
-        results = _EVALUATE.get(node.prim, _equation)(node, operands, env, pin)
+        operands = [
+            x if isinstance(a, Literal) else pin.operand(node, k, x, operands)
+            for k, (a, x) in enumerate(zip(node.inputs, operands, strict=True))
+        ]
+        results = _EVALUATE.get(node.prim, _equation)(node, operands, pin)
         for number, result in zip(node.outputs, results, strict=True):
             env[number] = pin.value(number, result)
     return [_read(env, x) for x in graph.outputs]
@@ -56,11 +60,11 @@ def _read(env, x):
     return x.value if isinstance(x, Literal) else env[x]
 
 
-def _equation(node: Node, operands: list, env, pin) -> list:
+def _equation(node: Node, operands: list, _: Pins) -> list:
     return compat.bind(node.eqn, operands, node.scope)
 
 
-def _scan(node: Node, operands: list, env, pin) -> list:
+def _scan(node: Node, operands: list, pin: Pins) -> list:
     """Rebuilt with the public lax.scan: the parameters of the primitive differ between versions."""
     (body,) = node.bodies
     first, last = node.num_consts, node.num_consts + node.num_carry
@@ -84,7 +88,7 @@ def _as(graph: Graph, number: int, array):
     return lax.convert_element_type(array, aval.dtype)
 
 
-def _while(node: Node, operands: list, env, pin) -> list:
+def _while(node: Node, operands: list, pin: Pins) -> list:
     cond, body = node.bodies
     nc, nb = node.params["cond_nconsts"], node.params["body_nconsts"]
     cond_consts, body_consts, init = operands[:nc], operands[nc : nc + nb], operands[nc + nb :]
@@ -97,14 +101,14 @@ def _while(node: Node, operands: list, env, pin) -> list:
         )
 
 
-def _cond(node: Node, operands: list, env, pin) -> list:
+def _cond(node: Node, operands: list, pin: Pins) -> list:
     index, *rest = operands
     branches = [lambda *args, branch=branch: evaluate(branch, args, {}, pin) for branch in node.bodies]
     with compat.source_of(node.eqn, node.scope):
         return list(lax.switch(index, branches, *rest))
 
 
-def _barrier(node: Node, operands: list, env, pin) -> list:
+def _barrier(node: Node, operands: list, pin: Pins) -> list:
     with compat.source_of(node.eqn, node.scope):
         return pin.barrier(operands)
 
@@ -112,7 +116,7 @@ def _barrier(node: Node, operands: list, env, pin) -> list:
 _EVALUATE: dict[str, Callable] = {"optimization_barrier": _barrier, "scan": _scan, "while": _while, "cond": _cond}
 
 
-def jaxpr_of(graph: Graph):
+def jaxpr_of(graph: Graph) -> Any:
     """The closed jaxpr of a graph: what JAX itself says of a rewrite (it checks types while tracing)."""
     avals = [jax.ShapeDtypeStruct(graph.values[n].shape, graph.values[n].dtype) for n in graph.inputs]
     return jax.make_jaxpr(evaluator(graph))(*avals)

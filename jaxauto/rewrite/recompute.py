@@ -226,7 +226,7 @@ def _made_again(program: _Program, work: _Recomputation, cotangent: int | None, 
 
 
 def _ripeness(graph: Graph, phase) -> dict[int, int]:
-    """For each value, the last position of the forward pass that it depends on: a true cotangent depends on the loss, a broadcast zero on none."""
+    """Value → the last forward position that it depends on: a true cotangent depends on the loss, a broadcast zero on nothing."""
     ripe: dict[int, int] = {}
     for k, node in enumerate(graph.nodes):
         latest = max((ripe.get(x, -1) for x in node.inputs if isinstance(x, int)), default=-1)

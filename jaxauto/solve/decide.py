@@ -55,6 +55,7 @@ def decisions_of(candidate: Candidate) -> Decisions:
 
 
 def sharding_of_value(model: Model, x: np.ndarray, number: int) -> Sharding:
+    """The sharding of a value under solution ``x``."""
     return sharding_of(model.position(x, number), len(model.values[number].shape), model.mesh)
 
 

@@ -82,6 +82,7 @@ def _tables(unary, pairs) -> tuple[list[int], dict[int, list[Table]], dict[int, 
 
 
 def value_of(unary, pairs, x: np.ndarray) -> float:
+    """The sum of all tables at ``x``."""
     return sum(float(u[x[i]]) for i, u in enumerate(unary)) + sum(float(t[x[i], x[j]]) for (i, j), t in pairs.items())
 
 

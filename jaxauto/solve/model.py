@@ -43,7 +43,13 @@ class Model:
     """A Program on a mesh: the Problem and the way back from its solutions."""
 
     def __init__(
-        self, program: Program, variant: Variant, mesh: MeshAxes, chip: Any, allowed: Mapping[int, np.ndarray] | None = None, cache: Any = None
+        self,
+        program: Program,
+        variant: Variant,
+        mesh: MeshAxes,
+        chip: Any,
+        allowed: Mapping[int, np.ndarray] | None = None,
+        cache: Any = None,
     ):
         """``allowed``: group id → bool mask over its states (users' constraints). ``cache``: tables shared by models of one mesh."""
         self.program, self.variant, self.mesh, self.chip = program, variant, mesh, chip
@@ -159,7 +165,7 @@ class Model:
             self.cache[key] = make()
         return self.cache[key]
 
-    def resource_of(self, source: int, target: int, *, group: int) -> str:
+    def resource_of(self, source: int, target: int) -> str:
         """Prefetchable: a value known before the step (weights), or one that goes only to the update (gradients)."""
         if self.overlaps and (source in self.program.known_early or target in self.program.late_only):
             return "prefetch"
@@ -169,7 +175,7 @@ class Model:
         count: dict[tuple, float] = defaultdict(float)
         for e in self.groups.edges:
             a, b = self.var("group", e.source), self.var("group", e.target)
-            resource = self.resource_of(e.value, e.result, group=e.target)
+            resource = self.resource_of(e.value, e.result)
             key = (a, b, e.dims, e.reduced, value_bytes(self.values[e.value]), value_bytes(self.values[e.result]), resource)
             count[key] += e.times + self.variant.extra.get(e.node, 0)
         for (a, b, dims, reduced, bytes_, result_bytes, resource), times in count.items():
@@ -199,8 +205,10 @@ class Model:
             v = self.var("operation", op.node.id)
             for o in op.operands:
                 g = self.var("group", o.group)
-                resource = self.resource_of(o.value, -1, group=o.group)
-                count[g, v, tuple(d for d, _ in o.dims), factor_dims(op, o), value_bytes(self.values[o.value]), resource] += self.again(op.node.id)
+                resource = self.resource_of(o.value, -1)
+                count[g, v, tuple(d for d, _ in o.dims), factor_dims(op, o), value_bytes(self.values[o.value]), resource] += self.again(
+                    op.node.id
+                )
         for (g, v, dims, factors, bytes_, resource), times in count.items():
             table = self.cached(
                 ("operand", g, v, dims, factors, bytes_),
@@ -217,7 +225,7 @@ class Model:
             v = self.var("operation", op.node.id)
             for o in op.results:
                 g = self.var("group", o.group)
-                resource = self.resource_of(-1, o.value, group=o.group)
+                resource = self.resource_of(-1, o.value)
                 reduced = reduced_factors(op, o)
                 bytes_ = value_bytes(self.values[o.value])
                 count[v, g, factor_dims(op, o), tuple(d for d, _ in o.dims), reduced, bytes_, resource] += self.again(op.node.id)
@@ -260,7 +268,7 @@ class Model:
                 group = self.state(x, "group", o.group)[None]
                 here = project(group, tuple(d for d, _ in o.dims))[0]
                 steps = passage_collectives(here, self.operand_position(x, op, o), value_bytes(self.values[o.value]), self.mesh)
-                resource = self.resource_of(o.value, -1, group=o.group)
+                resource = self.resource_of(o.value, -1)
                 found += [(k, n, axes, self.again(op.node.id), s, resource, op.node.id) for k, n, axes, s in steps]
             for o in op.results:
                 strategy = self.state(x, "operation", op.node.id)
@@ -268,13 +276,13 @@ class Model:
                 there = project(self.state(x, "group", o.group)[None], tuple(d for d, _ in o.dims))[0]
                 bytes_ = value_bytes(self.values[o.value])
                 steps = passage_collectives(self.operand_position(x, op, o), there, bytes_, self.mesh, partial)
-                resource = self.resource_of(-1, o.value, group=o.group)
+                resource = self.resource_of(-1, o.value)
                 found += [(k, n, axes, self.again(op.node.id), s, resource, op.node.id) for k, n, axes, s in steps]
         return found
 
     def _edge_collectives(self, e: Edge, source: np.ndarray, target: np.ndarray) -> list:
         here, there, partial, sizes = edge_layout(source, target, e.dims, e.reduced, self.mesh.sizes)
-        resource = self.resource_of(e.value, e.result, group=e.target)
+        resource = self.resource_of(e.value, e.result)
         steps = passage_collectives(here[0], there[0], value_bytes(self.values[e.value]), self.mesh)
         if partial.any():
             unsplit = np.full_like(here[0], WHOLE)
@@ -290,7 +298,7 @@ def reduced_factors(op: Operation, result: Operand) -> list[int] | tuple[int, ..
     return tuple(i for i, (f, _) in enumerate(op.factors) if f not in own and any(f == g for o in op.operands for _, g in o.dims))
 
 
-def edge_layout(source, target, dims, reduced, axis_sizes):
+def edge_layout(source, target, dims, reduced, axis_sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """An edge's array before and after: (positions [a, axes], positions [b, axes], partial axes [a, axes], pieces of the result [a]).
 
     A dimension that is summed away keeps its axes on both sides: they turn into partial sums, not into a gather.

@@ -7,6 +7,7 @@ means something: drop what fusion makes again for free, drop attention scores, d
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -136,6 +137,6 @@ def _rules(graph: Graph) -> dict:
 
 def _separated(densities: list[float], most: int) -> list[float]:
     """At most ``most`` thresholds between values that lie far apart, the widest gaps first, in rising order."""
-    gaps = [(b / a, math.sqrt(a * b)) for a, b in zip(densities, densities[1:], strict=False) if b / a > _GAP]
+    gaps = [(b / a, math.sqrt(a * b)) for a, b in itertools.pairwise(densities) if b / a > _GAP]
     widest = sorted(gaps, reverse=True)[:most]
     return sorted(t for _, t in widest)

@@ -69,9 +69,7 @@ class Found:
 class Search:
     """The search on one mesh; see the head of the file."""
 
-    def __init__(
-        self, program: Program, remat: Remat, mesh: MeshAxes, chip: Any, allowed: Mapping[int, np.ndarray], deadline: float
-    ):
+    def __init__(self, program: Program, remat: Remat, mesh: MeshAxes, chip: Any, allowed: Mapping[int, np.ndarray], deadline: float):
         self.program, self.remat, self.mesh, self.chip = program, remat, mesh, chip
         self.allowed, self.deadline = allowed, deadline
         self.cache: dict = {}
@@ -242,7 +240,9 @@ class Search:
         held = keep if keep is not None else frozenset(block.residuals)
         size = {v: value_bytes(values[v]) / self._pieces(best, v) for v in {*held, *block.residuals}}
         seconds = sum(
-            self.remat.node_seconds(n) / max(self._pieces(best, n.outputs[0]), 1.0) * block.count for n in nodes if n.id in self.remat.operations
+            self.remat.node_seconds(n) / max(self._pieces(best, n.outputs[0]), 1.0) * block.count
+            for n in nodes
+            if n.id in self.remat.operations
         )
         again = sum(size[v] for v in block.residuals if v not in held)
         return Option(sum(size[v] for v in held) * block.count, again, seconds, block.name)
@@ -279,5 +279,3 @@ def timeline(model: Model, x: np.ndarray) -> np.ndarray:
             if ((here != there) & (here != WHOLE)).any():
                 live[at] += value_bytes(model.values[o.value]) / float(shards(there[None], model.mesh.sizes)[0])
     return live
-
-

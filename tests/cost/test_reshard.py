@@ -16,7 +16,9 @@ W = -1
 
 
 def steps(source, target, partial=None, mesh=MESH):
-    found = passage_collectives(np.array(source, np.int8), np.array(target, np.int8), 800.0, mesh, None if partial is None else np.array(partial))
+    found = passage_collectives(
+        np.array(source, np.int8), np.array(target, np.int8), 800.0, mesh, None if partial is None else np.array(partial)
+    )
     return [(kind, bytes_, axes) for kind, bytes_, axes, _ in found]
 
 

@@ -105,5 +105,3 @@ def test_the_answer_does_not_depend_on_the_run():
         search, remat = prepared(*STEPS["two layers"], {"a": 2, "b": 2}, "cpu:8")
         answers.append(search.run(math.inf, remat.levels()).best.x)
     np.testing.assert_array_equal(*answers)
-
-
