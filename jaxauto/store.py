@@ -123,6 +123,7 @@ def _decisions(decisions: Decisions, graph: Graph | None) -> dict[str, Any]:
         "operands": [{"node": n, "operand": k, **_name(n, graph), "sharding": s} for (n, k), s in decisions.operands.items()],
         "kept": [None if kept is None else [{"value": n, **_name(n, graph)} for n in sorted(kept)] for kept in decisions.kept],
         "gathered_late": sorted(decisions.gathered_late),
+        "finished": sorted(decisions.finished),
     }
 
 
@@ -191,6 +192,7 @@ def _to_decisions(data: Mapping[str, Any]) -> Decisions:
         operands={(d["node"], d["operand"]): _to_sharding(d["sharding"]) for d in data["operands"]},
         kept=tuple(None if kept is None else frozenset(d["value"] for d in kept) for kept in data["kept"]),
         gathered_late=frozenset((n, k) for n, k in data["gathered_late"]),
+        finished=frozenset(data["finished"]),
     )
 
 
@@ -261,4 +263,4 @@ def _mesh_here(plan: Plan) -> Any:
         here = resolve(None).chip.name == target.chip.name and len(jax.devices()) >= axes.num_devices
     except JaxAutoError:  # devices that no chip describes: not this target
         here = False
-    return device_mesh(axes, None, target, here)
+    return device_mesh(axes, None, target, here=here)

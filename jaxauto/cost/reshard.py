@@ -12,7 +12,8 @@ dimension → other      all-to-all                             local bytes × a
 dimension → whole      all-gather                             local bytes × axis size
 =====================  =====================================  =========================
 
-in this order, so that what makes the array smaller comes first. Axes that need the same collective share one.
+in this order, so that what makes the array smaller comes first. Axes that need the same collective share one, all-gathers dimension by
+dimension.
 """
 
 from __future__ import annotations
@@ -79,12 +80,13 @@ def _steps(source, target, bytes_, mesh, partial) -> Iterator[tuple[str, np.ndar
     local = local / np.where(cut, sizes, 1.0).prod(-1)
     for axes, chosen in _by_axes(reduce_):
         yield "all-reduce", local[chosen], axes, chosen
-    for kind, where in (("all-to-all", exchange), ("all-gather", gather)):
-        for axes, chosen in _by_axes(where):
+    for axes, chosen in _by_axes(exchange):
+        yield "all-to-all", local[chosen] * np.prod(sizes[list(axes)]), axes, chosen
+    for dim in range(int(source.max(initial=WHOLE)) + 1):  # one all-gather joins pieces along one dimension
+        for axes, chosen in _by_axes(gather & (s == dim)):
             full = local[chosen] * np.prod(sizes[list(axes)])
-            yield kind, full, axes, chosen
-            if kind == "all-gather":
-                local[chosen] = full
+            yield "all-gather", full, axes, chosen
+            local[chosen] = full
 
 
 def _by_axes(where: np.ndarray) -> Iterator[tuple[tuple[int, ...], tuple]]:

@@ -142,9 +142,13 @@ class Model:
         times = np.array([self._times_of(int(n)) for n in self.variant.origin], float)
         moved = b.bytes_ * (b.reads + b.written) * times
         by_class = np.bincount(self.buffer_class, moved, minlength=len(self.classes))
+        fed = b.is_input & ~np.isin(self.variant.origin, list(self.program.known_early))
+        from_host = np.bincount(self.buffer_class, b.bytes_ * fed, minlength=len(self.classes))
         for c, (v, _) in enumerate(self.classes):
             if by_class[c]:
                 self.problem.add_unary("compute", v, traffic_seconds(by_class[c] * self.fraction[c], self.chip))
+            if from_host[c]:  # the batch comes anew each step: what a device does not get need not be sent
+                self.problem.add_unary("prefetch", v, from_host[c] * self.fraction[c] / self.chip.host_bandwidth)
 
     def _operation_compute(self) -> None:
         count: dict[int, float] = defaultdict(float)
@@ -158,6 +162,12 @@ class Model:
             self.problem.add_unary("compute", v, count[v] * seconds)
 
     # ------------------------------------------------------------------------------------------------------------- passages
+
+    def passage_bytes(self, number: int) -> float:
+        """Bytes of a value as collectives see it: XLA:CPU, which has no 16-bit arithmetic, sends them as float32."""
+        value = self.values[number]
+        widened = not self.mesh.scatters and str(value.dtype) in ("bfloat16", "float16")
+        return value_bytes(value) * (2.0 if widened else 1.0)
 
     def cached(self, key: tuple, make) -> np.ndarray:
         """A table that does not depend on rematerialisation: variables are numbered alike in all models of a program and mesh."""
@@ -176,7 +186,7 @@ class Model:
         for e in self.groups.edges:
             a, b = self.var("group", e.source), self.var("group", e.target)
             resource = self.resource_of(e.value, e.result)
-            key = (a, b, e.dims, e.reduced, value_bytes(self.values[e.value]), value_bytes(self.values[e.result]), resource)
+            key = (a, b, e.dims, e.reduced, self.passage_bytes(e.value), self.passage_bytes(e.result), resource)
             count[key] += e.times + self.variant.extra.get(e.node, 0)
         for (a, b, dims, reduced, bytes_, result_bytes, resource), times in count.items():
             table = self.cached(
@@ -206,7 +216,7 @@ class Model:
             for o in op.operands:
                 g = self.var("group", o.group)
                 resource = self.resource_of(o.value, -1)
-                count[g, v, tuple(d for d, _ in o.dims), factor_dims(op, o), value_bytes(self.values[o.value]), resource] += self.again(
+                count[g, v, tuple(d for d, _ in o.dims), factor_dims(op, o), self.passage_bytes(o.value), resource] += self.again(
                     op.node.id
                 )
         for (g, v, dims, factors, bytes_, resource), times in count.items():
@@ -227,7 +237,7 @@ class Model:
                 g = self.var("group", o.group)
                 resource = self.resource_of(-1, o.value)
                 reduced = reduced_factors(op, o)
-                bytes_ = value_bytes(self.values[o.value])
+                bytes_ = self.passage_bytes(o.value)
                 count[v, g, factor_dims(op, o), tuple(d for d, _ in o.dims), reduced, bytes_, resource] += self.again(op.node.id)
         for (v, g, factors, dims, reduced, bytes_, resource), times in count.items():
             table = self.cached(
@@ -267,14 +277,14 @@ class Model:
             for o in op.operands:
                 group = self.state(x, "group", o.group)[None]
                 here = project(group, tuple(d for d, _ in o.dims))[0]
-                steps = passage_collectives(here, self.operand_position(x, op, o), value_bytes(self.values[o.value]), self.mesh)
+                steps = passage_collectives(here, self.operand_position(x, op, o), self.passage_bytes(o.value), self.mesh)
                 resource = self.resource_of(o.value, -1)
                 found += [(k, n, axes, self.again(op.node.id), s, resource, op.node.id) for k, n, axes, s in steps]
             for o in op.results:
                 strategy = self.state(x, "operation", op.node.id)
                 partial = np.isin(strategy, reduced_factors(op, o))
                 there = project(self.state(x, "group", o.group)[None], tuple(d for d, _ in o.dims))[0]
-                bytes_ = value_bytes(self.values[o.value])
+                bytes_ = self.passage_bytes(o.value)
                 steps = passage_collectives(self.operand_position(x, op, o), there, bytes_, self.mesh, partial)
                 resource = self.resource_of(-1, o.value)
                 found += [(k, n, axes, self.again(op.node.id), s, resource, op.node.id) for k, n, axes, s in steps]
@@ -283,10 +293,10 @@ class Model:
     def _edge_collectives(self, e: Edge, source: np.ndarray, target: np.ndarray) -> list:
         here, there, partial, sizes = edge_layout(source, target, e.dims, e.reduced, self.mesh.sizes)
         resource = self.resource_of(e.value, e.result)
-        steps = passage_collectives(here[0], there[0], value_bytes(self.values[e.value]), self.mesh)
+        steps = passage_collectives(here[0], there[0], self.passage_bytes(e.value), self.mesh)
         if partial.any():
             unsplit = np.full_like(here[0], WHOLE)
-            local = value_bytes(self.values[e.result]) / float(sizes[0])
+            local = self.passage_bytes(e.result) / float(sizes[0])
             steps += passage_collectives(unsplit, unsplit, local, self.mesh, partial[0])
         times = e.times + self.variant.extra.get(e.node, 0)
         return [(k, n, axes, times, s, resource, e.node) for k, n, axes, s in steps]
