@@ -39,6 +39,9 @@ class Kind(enum.Enum):
     OPAQUE = "opaque"  # unknown
 
 
+OPERATIONS = frozenset({Kind.DOT, Kind.CONV, Kind.GATHER, Kind.SCATTER})  # have a strategy of their own; the others follow
+
+
 @dataclass(frozen=True)
 class OpRule:
     """What a primitive does to dimensions: an einsum-like ``spec`` over *factors*.

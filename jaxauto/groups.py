@@ -14,16 +14,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jaxauto.core import Graph, Kind, LinkKind, Literal, Node, OpRule, Value
+from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Literal, Node, OpRule, Value
+from jaxauto.flow import feeding_operations
 from jaxauto.graph import multiplicity, walk
-from jaxauto.rules import rule_for
+from jaxauto.rules import factor_sizes, rule_for
 
 # Dimensions of a group: its states are the ways to lay mesh axes on them, (dims + 1) ** axes.
 MAX_GROUP_DIMS = 5
-OPERATIONS = frozenset({Kind.DOT, Kind.CONV, Kind.GATHER, Kind.SCATTER})
 # A union is forced where XLA has one buffer: a carry is its own next trip, a stacked residual is its slices.
 _UNITED_LINKS = (LinkKind.CARRY, LinkKind.FINAL, LinkKind.YS, LinkKind.XS, LinkKind.CONST)
 
@@ -209,7 +209,7 @@ class _Grouping:
         operands = [(k, x) for k, x in enumerate(node.inputs) if not isinstance(x, Literal) and self.values[x].shape]
         for number, spec in zip(node.outputs, rule.results, strict=True):
             self.fresh(number)
-            for k, x in sorted(operands, key=lambda kx: -_overlap(rule.operands[kx[0]], spec)):
+            for k, x in sorted(operands, key=lambda kx: -len(_majors(rule.operands[kx[0]]) & _majors(spec))):
                 pairs = _aligned(rule, rule.operands[k], spec)
                 if pairs and not self.groups[self.place[x][0]].leaf and self.follows(rule, x, number, pairs):
                     self.unite(x, number, pairs)
@@ -359,7 +359,7 @@ class _Grouping:
         return group, mapping
 
     def operation(self, node: Node, rule: OpRule) -> Operation:
-        sizes = _shardable_factors(rule, node, self.values)
+        sizes = _shardable_factors(rule, node)
         operands = [self.operand(x, rule.operands[k]) for k, x in enumerate(node.inputs) if not isinstance(x, Literal)]
         results = [self.operand(x, spec) for x, spec in zip(node.outputs, rule.results, strict=True)]
         return Operation(node, rule, tuple(sizes.items()), tuple(operands), tuple(results), self.times[node.id])
@@ -367,38 +367,6 @@ class _Grouping:
     def operand(self, number: int, spec) -> Operand:
         group, dims = self.place[number]
         return Operand(number, group, tuple((d, f[0] if f else "") for d, f in zip(dims, spec, strict=True)))
-
-
-def feeding_operations(graph: Graph, rules: Mapping[int, OpRule]) -> set[int]:
-    """Values that some dot, convolution, gather or scatter still reads, directly or not. The others are results: updates, metrics."""
-    order = list(walk(graph))
-    feeding: set[int] = set()
-    before = -1
-    while len(feeding) != before:  # a carry feeds the trip before it: repeat until nothing changes
-        before = len(feeding)
-        for node in reversed(order):
-            if node.bodies:
-                feeding |= {link.source for link in node.links if link.target in feeding}
-                continue
-            if rules[node.id].kind in OPERATIONS or any(out in feeding for out in node.outputs):
-                feeding |= {x for x in node.inputs if isinstance(x, int)}
-    return feeding
-
-
-def data_dependent(graph: Graph, inputs: Sequence[int]) -> set[int]:
-    """Values that depend on ``inputs`` (the batch): what does not is known before the step starts, and can be prefetched."""
-    dependent = set(inputs)
-    before = -1
-    while len(dependent) != before:
-        before = len(dependent)
-        for node in walk(graph):
-            if node.bodies:
-                dependent |= {link.target for link in node.links if link.source in dependent}
-                if any(x in dependent for x in node.inputs):
-                    dependent |= {link.target for link in node.links if link.kind is LinkKind.FINAL}
-            elif any(x in dependent for x in node.inputs):
-                dependent |= set(node.outputs)
-    return dependent
 
 
 def _renamed(mapping: dict[int, int] | None, dim: int) -> int:
@@ -409,13 +377,13 @@ def _is_free(edge: Edge) -> bool:
     return edge.source == edge.target and not edge.reduced and all(a == b for a, b in edge.dims)
 
 
+def _majors(spec) -> set[str]:
+    return {factor for _, factor in _positions(spec)}
+
+
 def _positions(spec) -> list[tuple[int, str]]:
     """(dimension, its major factor): only the major factor of a product can be split into contiguous blocks."""
     return [(d, factors[0]) for d, factors in enumerate(spec) if factors]
-
-
-def _overlap(a, b) -> int:
-    return len({f for _, f in _positions(a)} & {f for _, f in _positions(b)})
 
 
 def _aligned(rule: OpRule, operand, result) -> list[tuple[int, int]]:
@@ -423,16 +391,7 @@ def _aligned(rule: OpRule, operand, result) -> list[tuple[int, int]]:
     return [(d, there[f]) for d, f in _positions(operand) if f in there and f not in rule.whole]
 
 
-def _shardable_factors(rule: OpRule, node: Node, values: dict[int, Value]) -> dict[str, int]:
+def _shardable_factors(rule: OpRule, node: Node) -> dict[str, int]:
     """Factors that may be split, with the size that mesh axes must divide: only majors of products, nothing that is whole."""
-    sizes: dict[str, int] = {}
-    minors: set[str] = set(rule.whole)
-    shapes = [x.aval.shape if isinstance(x, Literal) else values[x].shape for x in node.inputs]
-    shapes += [values[x].shape for x in node.outputs]
-    for spec, shape in zip(rule.operands + rule.results, shapes, strict=True):
-        for factors, n in zip(spec, shape, strict=True):
-            minors |= set(factors[1:])
-            if factors:
-                size = rule.sizes.get(factors[0], n)
-                sizes[factors[0]] = math.gcd(sizes.get(factors[0], size), size)
-    return {f: n for f, n in sizes.items() if f not in minors and n > 1}
+    closed = {f for spec in (*rule.operands, *rule.results) for factors in spec for f in factors[1:]} | set(rule.whole)
+    return {f: n for f, n in factor_sizes(rule, node.eqn).items() if f not in closed and n > 1}

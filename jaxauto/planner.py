@@ -18,8 +18,9 @@ from jaxauto.core import Graph, MeshAxes
 from jaxauto.cost.fusion import value_bytes
 from jaxauto.errors import InfeasibleError, TargetError, UnknownPrimitiveWarning
 from jaxauto.estimate import estimate, memory_by_kind
+from jaxauto.flow import data_dependent, feeding_operations
 from jaxauto.graph import build, walk
-from jaxauto.groups import Groups, data_dependent, feeding_operations, find_groups
+from jaxauto.groups import Groups, find_groups
 from jaxauto.options import budget_bytes, device_mesh, mesh_candidates
 from jaxauto.plan import Plan, Program, RematDecision, SolverReport
 from jaxauto.progress import Progress

@@ -1,6 +1,5 @@
 """Blocks are the layers of a model, found without names."""
 
-
 import jax
 import jax.numpy as jnp
 import pytest

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxauto.graph import build
-from jaxauto.groups import MAX_GROUP_DIMS, WHOLE, data_dependent, feeding_operations, find_groups
+from jaxauto.groups import MAX_GROUP_DIMS, WHOLE, find_groups
 from jaxauto.trace import trace
 
 
@@ -101,20 +101,6 @@ def test_groups_stay_narrow():
 
     _, groups = grouped(fun, struct(4, 4))
     assert max(len(g.sizes) for g in groups.groups.values()) <= MAX_GROUP_DIMS
-
-
-def test_what_still_feeds_operations_and_what_depends_on_data():
-    def step(w, x):
-        g = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
-        return w * 0.9 - g
-
-    found = trace(step, (struct(16, 16), struct(8, 16)))
-    graph = build(found.jaxpr)
-    groups = find_groups(graph, found.state)
-    feeding = feeding_operations(graph, groups.rules)
-    dependent = data_dependent(graph, [graph.inputs[1]])
-    assert graph.outputs[0] not in feeding and graph.inputs[0] in feeding
-    assert graph.outputs[0] in dependent and graph.inputs[0] not in dependent
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (8, 1), (1,), ()])

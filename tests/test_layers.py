@@ -15,7 +15,7 @@ ORDER = [
     {"errors"},
     {"core", "compat"},
     {"trace", "graph", "passes", "rules", "hlo", "hlo_ops", "hlo_loops", "hlo_collectives", "progress"},
-    {"targets", "segments", "blocks"},
+    {"targets", "segments", "blocks", "flow"},
     {"groups", "strategies", "rewrite", "frontend"},
     {"cost"},
     {"solve", "constraints", "options"},

@@ -20,11 +20,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxauto import compat
-from jaxauto.core import Graph, Kind, LinkKind, Node, OpRule, Value
+from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule, Value
 
 _WRITES = frozenset({Kind.DOT, Kind.CONV, Kind.GATHER, Kind.SCATTER, Kind.SCAN, Kind.OPAQUE, Kind.CONTROL, Kind.REDUCE})
 _READS = _WRITES - {Kind.REDUCE}
-_OPERATIONS = frozenset({Kind.DOT, Kind.CONV, Kind.GATHER, Kind.SCATTER})
 _MAX_ROOTS = 32
 # What a compiler does not make again for each reader. Seen in schedules: TPU keeps scores and makes exp(scores) twice, CPU keeps the exp.
 MADE_ONCE = {
@@ -149,7 +148,7 @@ class _Fusion:
                 for x in node.inputs:
                     if not isinstance(x, int):
                         continue
-                    if kind in _OPERATIONS:
+                    if kind in OPERATIONS:
                         self.keep_alive(x, self.clock)
                     else:
                         self.read(x, self.clock)
@@ -171,7 +170,7 @@ class _Fusion:
                 self.read_at.setdefault(node.id, []).extend(roots)
             self.start[number] = self.clock
             self.last[number] = self.clock
-            if kind in _OPERATIONS:
+            if kind in OPERATIONS:
                 self.unwritten.add(number)
             if kind is Kind.SCATTER or node.prim == "dynamic_update_slice":
                 self.writers.append((self.clock, number, self.roots(operands[0]) if operands else roots))

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from jaxauto.blocks import Block, closure, find_blocks
-from jaxauto.core import Graph, Kind
+from jaxauto.core import OPERATIONS, Graph, Kind
 from jaxauto.cost.compute import operation_flops, traffic_seconds
 from jaxauto.cost.fusion import Buffers, find_buffers, value_bytes
 from jaxauto.graph import walk
-from jaxauto.groups import OPERATIONS, Groups
+from jaxauto.groups import Groups
 from jaxauto.rewrite.recompute import Rewritten, recompute
 from jaxauto.rules import rule_for
 

@@ -1,0 +1,40 @@
+"""What a value still feeds, and what it depends on: dataflow through loops, to a fixed point."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from jaxauto.core import OPERATIONS, Graph, LinkKind, OpRule
+from jaxauto.graph import walk
+
+
+def feeding_operations(graph: Graph, rules: Mapping[int, OpRule]) -> set[int]:
+    """Values that some dot, convolution, gather or scatter still reads, directly or not. The others are results: updates, metrics."""
+    order = list(walk(graph))
+    feeding: set[int] = set()
+    before = -1
+    while len(feeding) != before:  # a carry feeds the trip before it: repeat until nothing changes
+        before = len(feeding)
+        for node in reversed(order):
+            if node.bodies:
+                feeding |= {link.source for link in node.links if link.target in feeding}
+                continue
+            if rules[node.id].kind in OPERATIONS or any(out in feeding for out in node.outputs):
+                feeding |= {x for x in node.inputs if isinstance(x, int)}
+    return feeding
+
+
+def data_dependent(graph: Graph, inputs: Sequence[int]) -> set[int]:
+    """Values that depend on ``inputs`` (the batch): what does not is known before the step starts, and can be prefetched."""
+    dependent = set(inputs)
+    before = -1
+    while len(dependent) != before:
+        before = len(dependent)
+        for node in walk(graph):
+            if node.bodies:
+                dependent |= {link.target for link in node.links if link.source in dependent}
+                if node.prim != "scan" and any(x in dependent for x in node.inputs):  # how often a while runs, which branch of a cond
+                    dependent |= {link.target for link in node.links if link.kind is LinkKind.FINAL}
+            elif any(x in dependent for x in node.inputs):
+                dependent |= set(node.outputs)
+    return dependent

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxauto.flow import data_dependent, feeding_operations
+from jaxauto.graph import build
+from jaxauto.groups import find_groups
+from jaxauto.trace import trace
+
+
+def struct(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def test_what_still_feeds_operations_and_what_depends_on_data():
+    def step(w, x):
+        g = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+        return w * 0.9 - g
+
+    found = trace(step, (struct(16, 16), struct(8, 16)))
+    graph = build(found.jaxpr)
+    groups = find_groups(graph, found.state)
+    feeding = feeding_operations(graph, groups.rules)
+    dependent = data_dependent(graph, [graph.inputs[1]])
+    assert graph.outputs[0] not in feeding and graph.inputs[0] in feeding
+    assert graph.outputs[0] in dependent and graph.inputs[0] not in dependent
+
+
+def test_carries_feed_the_trip_before_them():
+    def fun(x, w):
+        return jax.lax.scan(lambda c, _: (c * 2, c @ w), x, None, length=3)
+
+    graph = build(trace(fun, (struct(8, 8), struct(8, 8))).jaxpr)
+    groups = find_groups(graph)
+    body = graph.nodes[-1].bodies[0] if graph.nodes[-1].bodies else next(n for n in graph.nodes if n.bodies).bodies[0]
+    feeding = feeding_operations(graph, groups.rules)
+    assert body.outputs[0] in feeding, "what one trip hands on is multiplied in the next"
+    assert set(body.outputs[1:]).isdisjoint(feeding)
+    dependent = data_dependent(graph, [graph.inputs[1]])
+    assert graph.outputs[1] in dependent and graph.outputs[0] not in dependent
