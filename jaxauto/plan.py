@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxauto import place as _place
 from jaxauto.core import Decisions, Estimate, Graph
-from jaxauto.errors import PlanMismatchError
+from jaxauto.errors import ArgumentError, PlanMismatchError
 from jaxauto.rewrite.apply import apply
+from jaxauto.targets import Target
 from jaxauto.trace import Traced, abstract
 
 
@@ -132,12 +133,32 @@ class Plan:
         return PlannedStep(self)
 
     def lower(self) -> Any:
-        """``jax.stages.Lowered`` of the planned step for the plan's own arguments."""
-        return self._flat_jit.lower(*_with_shardings(self.in_avals, self.flat_in_shardings))
+        """``jax.stages.Lowered`` of the planned step for the plan's own arguments; for the target's platform when it is elsewhere."""
+        arguments = _with_shardings(self.in_avals, self.flat_in_shardings)
+        if self.is_here:
+            return self._flat_jit.lower(*arguments)
+        platform = {"gpu": "cuda"}.get(Target(self.target).chip.platform, Target(self.target).chip.platform)
+        return self._flat_jit.trace(*arguments).lower(lowering_platforms=(platform,))
 
     def compile(self) -> Any:
-        """``jax.stages.Compiled``; compiled once."""
+        """``jax.stages.Compiled``; compiled once.
+
+        Raises:
+          ArgumentError: the target is elsewhere.
+        """
+        self.require_here("compile() makes a program to run; verify() compiles ahead of time")
         return self._compiled
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the plan's mesh is of devices of this process."""
+        return isinstance(self.mesh, Mesh)
+
+    def require_here(self, hint: str) -> None:
+        """Raise ArgumentError, with ``hint``, unless the plan's devices are here."""
+        self._bound()
+        if not self.is_here:
+            raise ArgumentError(f"the plan is for {self.target}, whose devices are not here: {hint}.")
 
     @functools.cached_property
     def _compiled(self) -> Any:
@@ -156,6 +177,7 @@ class Plan:
         Raises:
           PlanMismatchError: other structure, shapes or dtypes than planned; names the leaf.
         """
+        self.require_here("nothing can be placed on them")
         leaves = self.check(args, {})
         placed = _place.put(leaves, self.flat_in_shardings, self.in_paths)
         return jax.tree_util.tree_unflatten(self._bound().traced.in_tree, placed)[0]
@@ -166,6 +188,7 @@ class Plan:
         Raises:
           PlanMismatchError: the result is none of the step's arguments.
         """
+        self.require_here("nothing can be initialised on them")
         return _place.init(self, init_fn, args)
 
     def check(self, args: tuple, kwargs: Mapping[str, Any]) -> list:
@@ -269,6 +292,7 @@ class PlannedStep:
         self.plan = plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.plan.require_here("the step cannot run; plan without target= for the devices that are")
         leaves = self.plan.check(args, kwargs)
         return self.run(_place.put(leaves, self.plan.flat_in_shardings, self.plan.in_paths))
 

@@ -194,3 +194,13 @@ def test_a_budget_below_the_free_plan_is_met_by_the_compiled_step():
     assert plan.certificate is not None and plan.certificate.fits
     assert compiled_bytes(plan) <= budget
     assert any(d.action == "recomputed" for d in plan.remat)
+
+
+def test_a_plan_for_devices_that_are_elsewhere_is_complete_but_does_not_run():
+    plan = jaxauto.plan(train_step, *abstract(), target="v5e:2x4", certify=False)
+    assert not plan.is_here and plan.mesh.size == 8
+    assert "stablehlo" in plan.lower().as_text()
+    assert jax.tree.leaves(plan.in_shardings)[0].mesh == plan.mesh
+    for call in (lambda: plan.jit()(init(jax.random.key(0)), make_batch()), lambda: plan.place(*abstract()), plan.compile):
+        with pytest.raises(jaxauto.ArgumentError, match="the plan is for v5e:2x4, whose devices are not here"):
+            call()
