@@ -1,0 +1,99 @@
+"""The estimate beside the compiler: what must agree exactly, what is measured, and what certification does when it does not fit."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxauto
+from jaxauto import certify, verify
+from jaxauto.aot import compiler_for
+from jaxauto.targets import Target
+
+
+def step(state, x, key):
+    def loss(w):
+        keep = jax.random.bernoulli(key, 0.9, x.shape)
+        return jnp.mean((jnp.tanh(jnp.where(keep, x, 0) @ w["a"]) @ w["b"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), {"loss": value}
+
+
+ARGS = (
+    {"a": jax.ShapeDtypeStruct((256, 1024), jnp.float32), "b": jax.ShapeDtypeStruct((1024, 256), jnp.float32)},
+    jax.ShapeDtypeStruct((512, 256), jnp.float32),
+    jax.eval_shape(lambda: jax.random.key(0)),
+)
+MESH = {"data": 4, "model": 2}
+# Megatron's pair of column and row: one all-reduce forward; batch over data: gradients summed there.
+PINS = {"0.a": P(None, "model"), "0.b": P("model"), "1": P("data")}
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return jaxauto.plan(step, *ARGS, mesh=MESH, constraints=PINS)
+
+
+def test_flops_agree_to_the_digit_and_totals_are_there(plan):
+    found = plan.verify()
+    flops = found.row("matrix flops")
+    assert flops.estimated == flops.compiled > 0
+    assert found.row("arguments").compiled == plan.compile().memory_analysis().argument_size_in_bytes
+    assert found.row("peak memory").error is not None
+    assert found.fits and found.target == "cpu:8"
+    assert found.as_dict()["rows"][0]["name"] == "arguments"
+    assert "peak memory" in str(found)
+
+
+def test_planned_collectives_are_the_compiled_ones():
+    pins = {"0.*": P(), "1": P("data")}
+    found = jaxauto.plan(step, *ARGS, mesh={"data": 8}, constraints=pins).verify()
+    big = [row for row in found.collectives if max(row.estimated or 0, row.compiled or 0) > 1e4]
+    assert big, "gradients are summed over the batch"
+    for row in big:
+        assert row.estimated == pytest.approx(row.compiled, rel=0.05), row
+
+
+def test_a_measured_step_joins_the_table(plan):
+    row = plan.verify(run=True, steps=2).row("step time (measured)")
+    assert row.compiled > 0 and row.unit == "seconds"
+
+
+def test_errors_are_relative_to_the_compiler():
+    assert verify.Row("x", 110.0, 100.0, "bytes").error == pytest.approx(0.1)
+    assert verify.Row("x", None, 100.0, "bytes").error is None
+    assert verify.Row("x", 1.0, 0.0, "bytes").error is None
+
+
+def test_certification_gives_up_with_the_compilers_own_numbers(monkeypatch):
+    monkeypatch.setattr(certify, "_needs", lambda plan: (10 * plan.estimate.peak_memory, "a wasteful compiler"))
+    with pytest.raises(
+        jaxauto.InfeasibleError, match=r"no plan was found that the compiler fits into .* of cpu:8: in [123] rounds it needed"
+    ):
+        jaxauto.plan(step, *ARGS, mesh=MESH, memory_budget="8MiB")
+
+
+def test_a_compiler_that_fails_leaves_a_plan_and_a_note(monkeypatch):
+    def crash(plan):
+        raise jaxauto.TargetError("no compiler for it is installed")
+
+    monkeypatch.setattr(certify, "_needs", crash)
+    plan = jaxauto.plan(step, *ARGS, mesh=MESH, memory_budget="64MiB")
+    assert plan.certificate is None and plan.notes[-1] == "not certified: no compiler for it is installed"
+    with pytest.raises(jaxauto.TargetError):
+        jaxauto.plan(step, *ARGS, mesh=MESH, memory_budget="64MiB", certify=True)
+
+
+@pytest.mark.parametrize("target", ["v5e:2x4", "h100:8"])
+def test_ahead_of_time(target):
+    """The target's own compiler, in a child process: arguments as planned, flops to the digit, within the budget."""
+    if compiler_for(Target(target)) is None:
+        pytest.skip(f"the compiler for {target} is not installed (extras tpu-aot, gpu-aot)")
+    plan = jaxauto.plan(step, *ARGS, target=target, memory_budget=0.5)
+    assert plan.certificate is not None and plan.certificate.fits
+    found = plan.verify()
+    assert found.row("matrix flops").estimated == found.row("matrix flops").compiled
+    assert found.row("arguments").compiled <= found.row("peak memory").compiled
