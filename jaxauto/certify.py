@@ -82,9 +82,8 @@ def _needs(plan: Plan) -> tuple[float, str]:
 
 def _with(plan: Plan, **changes: Any) -> Plan:
     changed = replace(plan, **changes)
-    if "_compiled" in plan.__dict__:  # compiled once is enough
-        changed.__dict__["_compiled"] = plan.__dict__["_compiled"]
-        changed.__dict__["_flat_jit"] = plan.__dict__["_flat_jit"]
+    made = ("compilation", "_compiled", "_flat_jit")  # compiled once is enough
+    changed.__dict__.update({k: plan.__dict__[k] for k in made if k in plan.__dict__})
     return changed
 
 

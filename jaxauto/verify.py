@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from jaxauto import aot, hlo
 from jaxauto.core import MeshAxes
@@ -95,26 +94,30 @@ class Verification:
 
 
 def compile_plan(plan: Any, timeout: float = 600.0) -> Compilation:
-    """Compile a plan for its target: here if its devices are here, ahead of time in a child process otherwise.
+    """Compile a plan for its target, once: here if its devices are here, ahead of time in a child process otherwise.
 
     Raises:
       TargetError: no compiler for the target. aot.CompilerFailure: it failed, timed out, or the step does not fit.
     """
-    if isinstance(plan.mesh, Mesh):
-        started = time.monotonic()
-        compiled = plan.compile()
-        stats = compiled.memory_analysis()
-        memory = {
-            "argument": stats.argument_size_in_bytes,
-            "output": stats.output_size_in_bytes,
-            "alias": stats.alias_size_in_bytes,
-            "temp": stats.temp_size_in_bytes,
-            "host temp": stats.host_temp_size_in_bytes,
-            "peak": getattr(stats, "peak_memory_in_bytes", 0),
-        }
-        platform = plan.mesh.devices.flat[0].platform
-        return Compilation(f"{platform}, jax {jax.__version__}", compiled.as_text(), memory, time.monotonic() - started)
-    return compile_ahead(plan, timeout)
+    if "compilation" not in plan.__dict__:
+        plan.__dict__["compilation"] = _compile_here(plan) if plan.is_here else compile_ahead(plan, timeout)
+    return plan.__dict__["compilation"]
+
+
+def _compile_here(plan: Any) -> Compilation:
+    started = time.monotonic()
+    compiled = plan.compile()
+    stats = compiled.memory_analysis()
+    memory = {
+        "argument": stats.argument_size_in_bytes,
+        "output": stats.output_size_in_bytes,
+        "alias": stats.alias_size_in_bytes,
+        "temp": stats.temp_size_in_bytes,
+        "host temp": stats.host_temp_size_in_bytes,
+        "peak": getattr(stats, "peak_memory_in_bytes", 0),
+    }
+    platform = plan.mesh.devices.flat[0].platform
+    return Compilation(f"{platform}, jax {jax.__version__}", compiled.as_text(), memory, time.monotonic() - started)
 
 
 def compile_ahead(plan: Any, timeout: float) -> Compilation:
@@ -206,7 +209,7 @@ def measure(plan: Any, steps: int) -> float:
     Raises:
       ArgumentError: the plan's devices are not here.
     """
-    if not isinstance(plan.mesh, Mesh):
+    if not plan.is_here:
         raise ArgumentError(f"verify(run=True) needs the devices of {plan.target}; they are not here. verify() compiles ahead of time.")
     import jax.numpy as jnp
 
