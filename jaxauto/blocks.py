@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from jaxauto import compat
 from jaxauto.core import Graph, Literal, Node, Value
+from jaxauto.graph import value_bytes
 from jaxauto.segments import Stretch, cut
 
 # Made from arguments and constants by these alone, a value is cheap to make again and belongs to whoever uses it.
@@ -126,14 +126,6 @@ def phases(graph: Graph) -> dict[int, int]:
     return phase
 
 
-def bytes_of(value: Value) -> float:
-    """Bytes of one array, unsharded."""
-    size = compat.itemsize(value.dtype)
-    for n in value.shape:
-        size *= n
-    return size
-
-
 # ------------------------------------------------------------------------------------------------------------- one graph
 
 
@@ -195,7 +187,7 @@ def _segments(graph: Graph, core: list[Node], residual: set[int], pairs: set[int
         for out in node.outputs:
             value = values[out]
             last = max((index[u.id] for u in value.users if u.id in index), default=k)
-            weight = bytes_of(value)
+            weight = value_bytes(value)
             if last > k:
                 spans.append((k, last))
                 weights.append(weight)
@@ -275,7 +267,7 @@ def _pair(graph: Graph, forward: Node, phase: dict[int, int]) -> Block | None:
     for y in stacked:
         for user in {u.id: u for u in values[y].users}.values():
             if _is_backward_of(forward, user, phase):
-                eaten[user.id] = eaten.get(user.id, 0.0) + bytes_of(values[y])
+                eaten[user.id] = eaten.get(user.id, 0.0) + value_bytes(values[y])
                 scans[user.id] = user
     if not eaten:
         return None

@@ -37,6 +37,12 @@ def multiplicity(graph: Graph) -> dict[int, int]:
     return times
 
 
+def value_bytes(value: Value) -> float:
+    """Bytes of one array, unsharded."""
+    """Bytes of one array, unsharded."""
+    return float(value.aval.size) * compat.itemsize(value.dtype)
+
+
 class _Builder:
     def __init__(self):
         self.values: dict[int, Value] = {}

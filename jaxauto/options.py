@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxauto.core import AxisLink, MeshAxes
 from jaxauto.errors import ArgumentError, TargetError
-from jaxauto.targets.target import Target
+from jaxauto.targets.target import Target, resolve
 
 AXIS_NAMES = ("data", "model", "expert", "stage")
 DEFAULT_SHARE = 0.92  # of what the chip has: room for fragmentation and the runtime
@@ -90,6 +90,14 @@ def device_mesh(axes: MeshAxes, mesh: Any, target: Target, *, here: bool) -> Any
     import numpy as np
 
     return Mesh(np.array(devices).reshape(axes.sizes), axes.names)
+
+
+def is_here(target: Target, num_devices: int) -> bool:
+    """Whether this process has ``num_devices`` devices of the target's chip."""
+    try:
+        return resolve(None).chip.name == target.chip.name and len(jax.devices()) >= num_devices
+    except TargetError:  # devices that no chip describes: not this target
+        return False
 
 
 def bind_static(

@@ -15,13 +15,12 @@ from jaxauto import compat
 from jaxauto.blocks import closure
 from jaxauto.constraints import allowed_states, ignored_pins
 from jaxauto.core import Graph, MeshAxes
-from jaxauto.cost.fusion import value_bytes
-from jaxauto.errors import InfeasibleError, TargetError, UnknownPrimitiveWarning
+from jaxauto.errors import InfeasibleError, UnknownPrimitiveWarning
 from jaxauto.estimate import estimate, memory_by_kind
 from jaxauto.flow import data_dependent, feeding_operations
-from jaxauto.graph import build, walk
+from jaxauto.graph import build, value_bytes, walk
 from jaxauto.groups import Groups, find_groups
-from jaxauto.options import budget_bytes, device_mesh, mesh_candidates
+from jaxauto.options import budget_bytes, device_mesh, is_here, mesh_candidates
 from jaxauto.plan import Plan, Program, RematDecision, SolverReport
 from jaxauto.progress import Progress
 from jaxauto.rewrite.apply import partition_spec
@@ -204,7 +203,7 @@ def gib(bytes_: float) -> str:
 def build_plan(solved: Solved, best: Candidate, budget: float, options: Options) -> Plan:
     """A candidate as a Plan."""
     step, traced, model = solved.step, solved.step.traced, best.model
-    here = options.target is None or _is_here(solved.target)
+    here = options.target is None or is_here(solved.target, solved.target.num_devices)
     in_specs = tuple(partition_spec(sharding_of_value(model, best.x, n)) for n in step.graph.inputs)
     state_of_output = {o: i for i, o in traced.state}
     out_specs = tuple(
@@ -254,14 +253,6 @@ def _not_built(options: Options) -> tuple[str, ...]:
     if options.tune:
         notes.append(f"tune={options.tune}: judging several plans by the compiler is not built yet; this is the planner's own favourite.")
     return tuple(notes)
-
-
-def _is_here(target: Target) -> bool:
-    """Whether the target is this process's own devices."""
-    try:
-        return resolve(None).chip.name == target.chip.name and len(jax.devices()) >= target.num_devices
-    except TargetError:  # devices that no chip describes: not this target
-        return False
 
 
 def remat_decisions(solved: Solved, best: Candidate) -> list[RematDecision]:

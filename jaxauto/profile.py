@@ -14,10 +14,10 @@ import numpy as np
 from jaxauto import frontend
 from jaxauto.core import OPERATIONS, Graph, Kind, Literal, Node, OpRule
 from jaxauto.cost.compute import traffic_seconds
-from jaxauto.cost.fusion import Buffers, find_buffers, live_bytes, value_bytes
+from jaxauto.cost.fusion import Buffers, find_buffers, live_bytes
 from jaxauto.errors import ArgumentError
 from jaxauto.flow import feeding_operations
-from jaxauto.graph import build, multiplicity, walk
+from jaxauto.graph import build, multiplicity, value_bytes, walk
 from jaxauto.passes import PASSES, label_passes
 from jaxauto.rules import rule_for
 from jaxauto.targets.target import Target, resolve

@@ -17,12 +17,12 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxauto import frontend
 from jaxauto.core import Collective, Decisions, Estimate, Graph
-from jaxauto.errors import ArgumentError, JaxAutoError, PlanMismatchError
+from jaxauto.errors import ArgumentError, PlanMismatchError
 from jaxauto.export import export
-from jaxauto.options import device_mesh, mesh_axes
+from jaxauto.options import device_mesh, is_here, mesh_axes
 from jaxauto.plan import Certificate, Plan, Program, RematDecision, SolverReport
 from jaxauto.planner import fingerprint, read
-from jaxauto.targets.target import Target, resolve
+from jaxauto.targets.target import Target
 from jaxauto.trace import abstract, key_path
 from jaxauto.writing import write_text
 
@@ -259,8 +259,4 @@ def _mesh_here(plan: Plan) -> Any:
         return plan.mesh
     target = Target(plan.target)
     axes = mesh_axes(dict(plan.mesh.shape), target)
-    try:
-        here = resolve(None).chip.name == target.chip.name and len(jax.devices()) >= axes.num_devices
-    except JaxAutoError:  # devices that no chip describes: not this target
-        here = False
-    return device_mesh(axes, None, target, here=here)
+    return device_mesh(axes, None, target, here=is_here(target, axes.num_devices))

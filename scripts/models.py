@@ -171,3 +171,8 @@ def abstract_args(config: Decoder) -> tuple:
 def step_and_args(config: Decoder) -> tuple[Callable, tuple]:
     """A train step and abstract arguments for it."""
     return adamw_step(config), abstract_args(config)
+
+
+def llama_70b() -> tuple[Callable, tuple]:
+    """For the command line, in this folder: ``jaxauto plan models:llama_70b --target v5p:8x8x8 --budget 0.9 --verify``."""
+    return step_and_args(LLAMA["70b"].with_(batch=512, length=4096))

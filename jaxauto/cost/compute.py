@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxauto.core import Kind
-from jaxauto.cost.fusion import value_bytes
+from jaxauto.graph import value_bytes
 from jaxauto.groups import WHOLE, Operation
 from jaxauto.strategies import project, shards
 

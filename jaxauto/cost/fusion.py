@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxauto import compat
 from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule, Value
+from jaxauto.graph import value_bytes
 
 _WRITES = frozenset({Kind.DOT, Kind.CONV, Kind.GATHER, Kind.SCATTER, Kind.SCAN, Kind.OPAQUE, Kind.CONTROL, Kind.REDUCE})
 _READS = _WRITES - {Kind.REDUCE}
@@ -294,11 +294,6 @@ def _in_donated(graph: Graph, aliased: frozenset[int]) -> set[int]:
             carries = {link.target for link in node.links if link.kind is LinkKind.CARRY and link.source in inner}
             found |= _in_donated(body, frozenset(inner)) | (carries & inits)
     return found
-
-
-def value_bytes(value: Value) -> float:
-    """Bytes of one array, unsharded."""
-    return float(value.aval.size) * compat.itemsize(value.dtype)
 
 
 def live_bytes(buffers: Buffers, sizes: np.ndarray) -> np.ndarray:

@@ -20,8 +20,8 @@ import numpy as np
 
 from jaxauto.core import MeshAxes
 from jaxauto.cost.compute import factor_dims, operation_seconds, traffic_seconds
-from jaxauto.cost.fusion import value_bytes
 from jaxauto.cost.reshard import passage_collectives, passage_seconds
+from jaxauto.graph import value_bytes
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
 from jaxauto.solve.fold import Key
 from jaxauto.solve.problem import MemoryRow, Problem

@@ -18,8 +18,8 @@ import numpy as np
 from jaxauto.blocks import Block, closure, find_blocks
 from jaxauto.core import OPERATIONS, Graph, Kind
 from jaxauto.cost.compute import operation_flops, traffic_seconds
-from jaxauto.cost.fusion import Buffers, find_buffers, value_bytes
-from jaxauto.graph import walk
+from jaxauto.cost.fusion import Buffers, find_buffers
+from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import Groups
 from jaxauto.rewrite.recompute import Rewritten, recompute
 from jaxauto.rules import rule_for

@@ -23,7 +23,8 @@ import numpy as np
 
 from jaxauto.blocks import closure
 from jaxauto.core import MeshAxes
-from jaxauto.cost.fusion import live_bytes, value_bytes
+from jaxauto.cost.fusion import live_bytes
+from jaxauto.graph import value_bytes
 from jaxauto.solve.chain import Option, solve_chain
 from jaxauto.solve.eliminate import Elimination, eliminate, nearest
 from jaxauto.solve.milp import solve_milp
