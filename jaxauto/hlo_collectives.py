@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxauto.hlo_roles import role
+
 if TYPE_CHECKING:
     from jaxauto.hlo import Computation, Instruction, Module
 
@@ -97,6 +99,7 @@ class HloCollective:
       count: times in one step.
       asynchronous: started and awaited separately, so that other work may hide it.
       promoted: a CPU backend's float32 stand-in for a 16-bit all-reduce; on the chip it would be half the bytes.
+      role: the kind it stands for: an all-reduce may be the compiler's way to gather or to scatter (hlo_roles.py).
       op_name, source: where in the user's program.
     """
 
@@ -112,6 +115,7 @@ class HloCollective:
     count: float
     asynchronous: bool
     promoted: bool = False
+    role: str = ""
     op_name: str = ""
     source: str = ""
 
@@ -172,6 +176,7 @@ def _collective(module: Module, computation: Computation, i: Instruction, *, tim
         count=times,
         asynchronous=asynchronous or (i.opcode.endswith("-start") and '"is_sync":true' not in i.attributes),
         promoted=i.attribute("to_apply").endswith("_promoted"),
+        role=role(module, computation, i) if kind == "all-reduce" else kind,
         op_name=i.op_name,
         source=module.source(i),
     )

@@ -16,7 +16,7 @@ from jaxauto.writing import write_text
 
 if TYPE_CHECKING:
     from jaxauto.plan import Plan, SolverReport
-    from jaxauto.verify import Row, Verification
+    from jaxauto.verify import Row, Traffic, Verification
 
 __all__ = ["explain", "html", "sections", "summary", "verification_html", "verification_table", "write_html"]
 
@@ -183,9 +183,14 @@ def verification_sections(verification: Verification) -> list[Section]:
     columns = (">estimated", ">compiled", ">error")
     found = [
         Section("Verification", ("", *columns), [_compared(row) for row in v.rows], lines),
-        Section("Bytes of collectives in a step", ("kind and mesh axes", *columns), [_compared(row) for row in v.collectives]),
+        Section("Collectives of a step", ("kind and mesh axes", *columns, ">calls", ">compiled"), [_traffic(row) for row in v.collectives]),
     ]
     return [s for s in found if s.rows or s.lines]
+
+
+def _traffic(row: Traffic) -> tuple[str, ...]:
+    error = "" if row.error is None else f"{100 * row.error:+.1f} %"
+    return row.name, size(row.estimated), size(row.compiled), error, f"{row.estimated_count:g}", f"{row.compiled_count:g}"
 
 
 def _compared(row: Row) -> tuple[str, str, str, str]:

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from jaxauto import aot, hlo
-from jaxauto.core import MeshAxes
+from jaxauto import aot, compat, hlo
+from jaxauto.core import Estimate, MeshAxes
 from jaxauto.cost.collectives import collective_seconds
 from jaxauto.cost.schedule import schedule_seconds
 from jaxauto.errors import ArgumentError
@@ -58,13 +58,29 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind and its mesh axes: bytes and calls in one step, estimated and compiled."""
+
+    name: str
+    estimated: float
+    estimated_count: float
+    compiled: float
+    compiled_count: float
+
+    @property
+    def error(self) -> float | None:
+        """(estimated - compiled) / compiled, of the bytes."""
+        return self.estimated / self.compiled - 1 if self.compiled else None
+
+
+@dataclass(frozen=True)
 class Verification:
-    """Estimate beside compiler. ``rows``: totals; ``collectives``: bytes by kind and mesh axes. ``print`` it, or use ``as_dict``."""
+    """Estimate beside compiler. ``rows``: totals; ``collectives``: by kind and mesh axes. ``print`` it, or use ``as_dict``."""
 
     target: str
     compiler: str
     rows: tuple[Row, ...]
-    collectives: tuple[Row, ...]
+    collectives: tuple[Traffic, ...]
     budget_bytes: float
     compile_seconds: float
     notes: tuple[str, ...] = field(default=())
@@ -152,18 +168,12 @@ def verify(plan: Any, *, run: bool = False, steps: int = 3, timeout: float = 600
     mesh = mesh_axes(dict(plan.mesh.shape), target)
     estimate = plan.estimate
     found, unmatched = compiled_collectives(module, mesh)
-    planned: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
-    for c in estimate.collectives:
-        planned[c.kind, c.axes] += c.bytes_ * c.count
+    planned = planned_collectives(estimate)
     schedule = schedule_seconds(module, target.chip, lambda c: hlo_collective_seconds(c, mesh))
-    memory = compilation.memory
     rows = [
-        Row("arguments", None, float(memory["argument"]), "bytes"),
-        Row("temporaries", None, float(memory["temp"]), "bytes"),
-        Row("peak memory", estimate.peak_memory, compilation.device_bytes, "bytes"),
-        Row("host memory", None, float(memory["host temp"]), "bytes"),
+        *memory_rows(plan, compilation),
         Row("matrix flops", estimate.flops, module.flops, "flops"),
-        Row("collective bytes", sum(planned.values()), sum(found.values()), "bytes"),
+        Row("collective bytes", sum(b for b, _ in planned.values()), sum(b for b, _ in found.values()), "bytes"),
         Row("step time (roofline of the schedule)", estimate.step_time, schedule.total_seconds, "seconds"),
         Row("compute time", estimate.compute_time, schedule.compute_seconds, "seconds"),
         Row("communication time", estimate.comm_time, schedule.collective_seconds, "seconds"),
@@ -172,25 +182,69 @@ def verify(plan: Any, *, run: bool = False, steps: int = 3, timeout: float = 600
         rows.append(Row("step time (compiler's cycles)", estimate.step_time, module.cycles / target.chip.clock_hz, "seconds"))
     if run:
         rows.append(Row("step time (measured)", estimate.step_time, measure(plan, steps), "seconds"))
+    none = (0.0, 0.0)
     by_kind = [
-        Row(f"{kind} over {', '.join(axes) or 'other groups'}", planned.get((kind, axes), 0.0), found.get((kind, axes), 0.0), "bytes")
+        Traffic(f"{kind} over {', '.join(axes) or 'other groups'}", *planned.get((kind, axes), none), *found.get((kind, axes), none))
         for kind, axes in sorted({*planned, *found})
     ]
-    notes = () if not unmatched else (f"{unmatched} collectives of the compiler span groups that are no mesh axes",)
-    return Verification(plan.target, compilation.compiler, tuple(rows), tuple(by_kind), plan.budget_bytes, compilation.seconds, notes)
+    notes = [f"{unmatched} collectives of the compiler span groups that are no mesh axes"] if unmatched else []
+    notes += _written_otherwise(module) if mesh.scatters else []
+    return Verification(
+        plan.target, compilation.compiler, tuple(rows), tuple(by_kind), plan.budget_bytes, compilation.seconds, tuple(notes)
+    )
 
 
-def compiled_collectives(module: hlo.Module, mesh: MeshAxes) -> tuple[dict[tuple[str, tuple[str, ...]], float], int]:
-    """Bytes of a compiled step's collectives by (kind, mesh axes), and how many match no mesh axes."""
-    found: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
+def memory_rows(plan: Any, compilation: Compilation) -> list[Row]:
+    """Bytes of one device: arguments, results that take memory of their own, temporaries, all together, and host memory."""
+    memory, estimate = compilation.memory, plan.estimate
+    arguments = sum(map(_part_bytes, plan.in_avals, plan.flat_in_shardings))
+    reused = sum(_part_bytes(a, s) for a, s, donated in zip(plan.in_avals, plan.flat_in_shardings, plan.donated, strict=True) if donated)
+    results = max(0.0, sum(map(_part_bytes, plan.out_avals, plan.flat_out_shardings)) - reused)
+    return [
+        Row("arguments", arguments, float(memory["argument"]), "bytes"),
+        Row("results beside arguments", results, float(memory["output"] - memory["alias"]), "bytes"),
+        Row("temporaries", max(0.0, estimate.peak_memory - arguments - results), float(memory["temp"]), "bytes"),
+        Row("peak memory", estimate.peak_memory, compilation.device_bytes, "bytes"),
+        Row("host memory", 0.0, float(memory["host temp"]), "bytes"),
+    ]
+
+
+def _part_bytes(aval: jax.ShapeDtypeStruct, sharding: Any) -> float:
+    return float(math.prod(sharding.shard_shape(aval.shape))) * compat.itemsize(aval.dtype)
+
+
+def _written_otherwise(module: hlo.Module) -> list[str]:
+    disguised: dict[str, float] = defaultdict(float)
+    for c in module.collectives:
+        if c.role != c.kind:
+            disguised[c.role] += c.count
+    return [
+        f"the compiler writes {count:g} {kind}s as all-reduces; the step time charges them as such" for kind, count in disguised.items()
+    ]
+
+
+def planned_collectives(estimate: Estimate) -> dict[tuple[str, tuple[str, ...]], tuple[float, float]]:
+    """(bytes, count) of the collectives of a plan by (kind, mesh axes)."""
+    planned: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
+    for c in estimate.collectives:
+        bytes_, count = planned.get((c.kind, c.axes), (0.0, 0.0))
+        planned[c.kind, c.axes] = bytes_ + c.bytes_ * c.count, count + c.count
+    return planned
+
+
+def compiled_collectives(module: hlo.Module, mesh: MeshAxes) -> tuple[dict[tuple[str, tuple[str, ...]], tuple[float, float]], int]:
+    """(bytes, count) of a compiled step's collectives by (kind, mesh axes), and how many match no mesh axes; kind: what each is for."""
+    found: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
     unmatched = 0
     for c in module.collectives:
         axes = hlo.mesh_axes(c, mesh.shape)
         if axes == ():
             continue
         unmatched += axes is None
-        found[c.kind, axes or ()] += c.bytes_ * c.count
-    return dict(found), unmatched
+        kind = c.kind if c.role == "reduce-scatter" and not mesh.scatters else c.role  # planned as all-reduces where there are no others
+        bytes_, count = found.get((kind, axes or ()), (0.0, 0.0))
+        found[kind, axes or ()] = bytes_ + c.bytes_ * c.count, count + c.count
+    return found, unmatched
 
 
 def hlo_collective_seconds(collective: Any, mesh: MeshAxes) -> float:

@@ -12,7 +12,7 @@ import jaxauto
 from jaxauto import naming, tables
 from jaxauto.alternatives import candidate_specs
 from jaxauto.report import verification_html
-from jaxauto.verify import Row, Verification
+from jaxauto.verify import Row, Traffic, Verification
 
 LAYERS, BATCH, WIDTH, HIDDEN = 3, 64, 32, 48
 
@@ -177,7 +177,7 @@ class TestVerification:
             Row("matrix flops", 2e9, 1e9, "flops"),
             Row("compute time", 1e-3, 2e-3, "seconds"),
         )
-        collectives = (Row("all-reduce over data", 2048.0, 0.0, "bytes"),)
+        collectives = (Traffic("all-reduce over data", 2048.0, 2.0, 0.0, 0.0),)
         return Verification("v5p:2x2x1", "TPU compiler <1>", rows, collectives, 3.5 * 2**30, 1.25, ("one note",))
 
     def test_text_sets_estimate_beside_compiler(self):
@@ -186,7 +186,7 @@ class TestVerification:
         assert row(text, "peak memory") == ["peak memory", "3.00 GiB", "4.00 GiB", "-25.0 %"]
         assert row(text, "matrix flops") == ["matrix flops", "2.00 Gflop", "1.00 Gflop", "+100.0 %"]
         assert row(text, "compute time") == ["compute time", "1.00 ms", "2.00 ms", "-50.0 %"]
-        assert row(text, "all-reduce over data") == ["all-reduce over data", "2.00 KiB", "0 B"]
+        assert row(text, "all-reduce over data") == ["all-reduce over data", "2.00 KiB", "0 B", "2", "0"]
         assert "DOES NOT FIT: 4.00 GiB of a budget of 3.50 GiB" in text and "OUTSIDE the tolerance" in text and "- one note" in text
 
     def test_page_is_escaped(self):
