@@ -4,8 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jaxauto.core import OPERATIONS, Graph, LinkKind, OpRule
-from jaxauto.graph import walk
+from jaxauto.core import OPERATIONS, Graph, LinkKind, OpRule, Value
+from jaxauto.graph import value_bytes, walk
+
+# Compilers make what comes of these again inside whatever reads it.
+_SPREADING = frozenset(["broadcast_in_dim", "iota", "convert_element_type", "reshape", "squeeze", "expand_dims", "transpose", "copy"])
+_SPREADING |= {
+    "add",
+    "sub",
+    "mul",
+    "neg",
+    "not",
+    "and",
+    "or",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "max",
+    "min",
+    "select_n",
+    "stop_gradient",
+}
 
 
 def feeding_operations(graph: Graph, rules: Mapping[int, OpRule]) -> set[int]:
@@ -38,3 +60,20 @@ def data_dependent(graph: Graph, inputs: Sequence[int]) -> set[int]:
             elif any(x in dependent for x in node.inputs):
                 dependent |= set(node.outputs)
     return dependent
+
+
+def is_spread(values: Mapping[int, Value], number: int) -> bool:
+    """Whether a value is made of less than half its bytes, by cheap elementwise equations and broadcasts alone: a mask, zeros."""
+    budget, wanted, seen = value_bytes(values[number]) / 2, [number], {number}
+    while wanted:
+        value = values[wanted.pop()]
+        node = value.producer
+        if node is not None and node.prim in _SPREADING:
+            fresh = {x for x in node.inputs if isinstance(x, int)} - seen
+            wanted += fresh
+            seen |= fresh
+            continue
+        budget -= value_bytes(value)
+        if budget < 0:
+            return False
+    return True

@@ -4,6 +4,7 @@ For each block (see ``blocks``) some values stay saved; the other residuals are 
 straight program they are made at their first use in the backward pass. In a pair of scans the forward scan stops stacking them, the
 backward scan gets what the recomputation reads, and its body begins with it. What is read goes through one ``optimization_barrier``
 together with a cotangent: the recomputation then depends on the backward pass, so no compiler merges it with the original or moves it up.
+Masks and other spread constants stay out of the barrier: what passes through it is written to memory, and these need not be.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from jaxauto.blocks import Block, closure, find_blocks, phases
 from jaxauto.core import Graph, Literal, Node, Value
+from jaxauto.flow import is_spread
 from jaxauto.graph import BarrierEqn, scan_links
 
 
@@ -199,6 +201,7 @@ def _rewrite_straight(program: _Program, chosen: list[tuple[Block, frozenset[int
         made = {out for node in nodes for out in node.outputs}
         dropped = frozenset(v for v in block.residuals if v not in kept and v in made)
         uses = [k for v in dropped for k in readers.get(v, ()) if phase[graph.nodes[k].id] > block.phase]
+        reads = tuple(v for v in reads if not is_spread(original.values, v))
         if uses:
             starts.setdefault(min(uses), []).append(_Recomputation(block.phase, nodes, reads, dropped))
     result: list[Node] = []
@@ -257,8 +260,10 @@ def _rewrite_pair(program: _Program, block: Block, kept: frozenset[int]) -> None
     forward, backward = (program.nodes[n.id] for n in block.scan)
     pair = _Pair(program, forward, backward)
     passed = {value: pair.inside(value) for value in reads}
+    outer = dict(zip(forward.bodies[0].inputs[: forward.num_consts], forward.inputs, strict=False))
+    spread = {v for v in reads if isinstance(x := outer.get(v), int) and is_spread(block.graph.values, x)}
     replaced = pair.drop(dropped)
-    pair.finish(nodes, passed, replaced)
+    pair.finish(nodes, passed, replaced, spread)
 
 
 class _Pair:
@@ -308,12 +313,12 @@ class _Pair:
         self.xs = [(outer, inner) for outer, inner in self.xs if inner not in replaced]
         return replaced
 
-    def finish(self, nodes: tuple[Node, ...], passed: dict[int, int], replaced: dict[int, int]) -> None:
-        """Put the two scans together again; ``nodes`` are recomputed at the head of the backward body."""
+    def finish(self, nodes: tuple[Node, ...], passed: dict[int, int], replaced: dict[int, int], spread: set[int]) -> None:
+        """Put the two scans together again: ``nodes`` are recomputed at the head of the backward body and read ``spread`` past the barrier."""
         carried = [inner for _, inner in self.carries]
-        through = list(dict.fromkeys([*carried, *passed.values()]))
+        through = list(dict.fromkeys([*carried, *(inner for value, inner in passed.items() if value not in spread)]))
         barrier, names = self.program.barrier(through, self.backward)
-        recomputed = {value: names[inner] for value, inner in passed.items()}
+        recomputed = {value: names.get(inner, inner) for value, inner in passed.items()}
         copies = self.program.again(nodes, recomputed)
         names |= {inner: recomputed[value] for inner, value in replaced.items()}
         for node in self.bbody.nodes:
