@@ -99,7 +99,8 @@ class HloCollective:
       count: times in one step.
       asynchronous: started and awaited separately, so that other work may hide it.
       promoted: a CPU backend's float32 stand-in for a 16-bit all-reduce; on the chip it would be half the bytes.
-      role: the kind it stands for: an all-reduce may be the compiler's way to gather or to scatter (hlo_roles.py).
+      role: the kind it stands for: an all-reduce may be the compiler's way to gather or to scatter (hlo_roles.py), and so is a ring of
+        permutes that a matmul hides (windowed einsum).
       op_name, source: where in the user's program.
     """
 
@@ -123,6 +124,13 @@ class HloCollective:
     def windowed(self) -> bool:
         """One step of a ring that overlaps a matmul with its all-gather or reduce-scatter (windowed einsum)."""
         return "windowed_dot_general" in self.computation
+
+    @property
+    def role_bytes(self) -> float:
+        """``bytes_`` in terms of ``role``: the permutes of a ring send an array (n - 1) / n times in all."""
+        if self.role == self.kind or self.kind != "collective-permute":
+            return self.bytes_
+        return self.operand_bytes * self.group_size / max(1, self.group_size - 1)
 
 
 def collectives(module: Module) -> list[HloCollective]:
@@ -176,10 +184,18 @@ def _collective(module: Module, computation: Computation, i: Instruction, *, tim
         count=times,
         asynchronous=asynchronous or (i.opcode.endswith("-start") and '"is_sync":true' not in i.attributes),
         promoted=i.attribute("to_apply").endswith("_promoted"),
-        role=role(module, computation, i) if kind == "all-reduce" else kind,
+        role=_role(module, computation, i, kind),
         op_name=i.op_name,
         source=module.source(i),
     )
+
+
+def _role(module: Module, computation: Computation, i: Instruction, kind: str) -> str:
+    if kind == "all-reduce":
+        return role(module, computation, i)
+    if kind == "collective-permute" and "windowed_dot_general" in computation.name:  # as XLA names the bodies
+        return "reduce-scatter" if "_rs" in computation.name else "all-gather"
+    return kind
 
 
 def _chains(pairs: Groups) -> Groups:

@@ -243,7 +243,7 @@ def compiled_collectives(module: hlo.Module, mesh: MeshAxes) -> tuple[dict[tuple
         unmatched += axes is None
         kind = c.kind if c.role == "reduce-scatter" and not mesh.scatters else c.role  # planned as all-reduces where there are no others
         bytes_, count = found.get((kind, axes or ()), (0.0, 0.0))
-        found[kind, axes or ()] = bytes_ + c.bytes_ * c.count, count + c.count
+        found[kind, axes or ()] = bytes_ + c.role_bytes * c.count, count + c.count
     return found, unmatched
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import jax.numpy as jnp
+
 from jaxauto.blocks import Block, closure, find_blocks, phases
 from jaxauto.core import Graph, Literal, Node, Value
 from jaxauto.flow import is_spread
@@ -240,12 +242,16 @@ def _ripeness(graph: Graph, phase) -> dict[int, int]:
 def _cotangent(program: _Program, graph: Graph, place: int, phase, readers, position, ripe) -> int | None:
     """A value of the backward pass that is alive before the node at ``place`` and waits for most of the forward pass.
 
-    Of those what the node itself reads comes first, then arrays before scalars, then the youngest.
+    Of those what the node itself reads comes first, then arrays before scalars, then the youngest. Where the backward pass has made nothing
+    yet that depends on the forward one (that of a mean is a constant), what the forward pass made last, the loss, stands in.
     """
     read = {x for x in graph.nodes[place].inputs if isinstance(x, int)}
     made = {out: n for n in graph.nodes[max(0, place - 400) : place] for out in n.outputs if phase[n.id] % 2}
-    live = [x for x in made if x in read or max(readers.get(x, (-1,))) >= place]
-    return max(live, key=lambda x: (ripe[x], x in read, bool(program.values[x].shape), position[made[x].id]), default=None)
+    live = [x for x in made if (x in read or max(readers.get(x, (-1,))) >= place) and ripe[x] >= 0]
+    if live:
+        return max(live, key=lambda x: (ripe[x], x in read, bool(program.values[x].shape), position[made[x].id]))
+    before = (out for n in reversed(graph.nodes[:place]) if phase[n.id] % 2 == 0 for out in n.outputs)
+    return next((x for x in before if not program.values[x].shape and jnp.issubdtype(program.values[x].dtype, jnp.floating)), None)
 
 
 # ------------------------------------------------------------------------------------------------------------ scan pairs
@@ -314,7 +320,7 @@ class _Pair:
         return replaced
 
     def finish(self, nodes: tuple[Node, ...], passed: dict[int, int], replaced: dict[int, int], spread: set[int]) -> None:
-        """Put the two scans together again: ``nodes`` are recomputed at the head of the backward body and read ``spread`` past the barrier."""
+        """Put the scans together again: ``nodes`` are recomputed at the head of the backward body and read ``spread`` past the barrier."""
         carried = [inner for _, inner in self.carries]
         through = list(dict.fromkeys([*carried, *(inner for value, inner in passed.items() if value not in spread)]))
         barrier, names = self.program.barrier(through, self.backward)
