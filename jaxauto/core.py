@@ -295,6 +295,7 @@ class Decisions:
       operands: (first result of a node, operand index) → sharding of that operand for that node alone.
       kept: for each block of ``blocks.find_blocks`` the value ids it keeps for the backward pass, or None for as written.
       gathered_late: (first result, operand index) whose gather waits for the backward pass (else it is merged with the forward one's).
+      made: value id → sharding it is made in before it gets the one in ``values``: a conversion that narrows comes before a gather.
       finished: gradients of the straight program: where the compiler's scheduler would put them off and keep what they read (XLA:CPU), a
         recomputation waits for those that come before it.
     """
@@ -304,3 +305,4 @@ class Decisions:
     kept: tuple[frozenset[int] | None, ...] = ()
     gathered_late: frozenset[tuple[int, int]] = frozenset()
     finished: frozenset[int] = frozenset()
+    made: Mapping[int, Sharding] = field(default_factory=dict)

@@ -279,21 +279,23 @@ class _Grouping:
             if link.kind in (LinkKind.CARRY, LinkKind.FINAL):
                 self.bind(link.source, link.target, 0, node)
             elif link.kind is LinkKind.YS:
-                self.bind(link.target, link.source, 1, node)
+                self.bind(link.target, link.source, 1, node, outward=True)
         for link in node.links:
             if link.kind is LinkKind.INIT:
                 self.pass_on(link.source, link.target, node, -1)
 
-    def bind(self, outer: int, inner: int, stacked: int, node: Node) -> None:
-        """One array seen from outside and inside a loop: united, or an edge where that contradicts."""
+    def bind(self, outer: int, inner: int, stacked: int, node: Node, *, outward: bool = False) -> None:
+        """One array seen from outside and inside a loop: united, or an edge where that contradicts, in the direction that it passes."""
         if stacked:  # nothing is gained by splitting the loop dimension: each trip needs one slice, whole
             self.forbid(outer, 0)
         rank = len(self.values[inner].shape)
         if not self.unite(outer, inner, [(i + stacked, i) for i in range(rank)]):
             group, dims = self.place[outer]
             other, other_dims = self.place[inner]
-            pairs = tuple(zip(dims, (WHOLE,) * stacked + other_dims, strict=True))
-            self.edges.append(Edge(group, other, pairs, (), outer, outer, self.times[node.id], node.id))
+            pairs = list(zip(dims, (WHOLE,) * stacked + other_dims, strict=True))
+            if outward:
+                group, other, pairs = other, group, [(b, a) for a, b in pairs]
+            self.edges.append(Edge(group, other, tuple(pairs), (), outer, outer, self.times[node.id], node.id))
 
     def forbid(self, number: int, dim: int) -> None:
         """No mesh axis on this dimension of a value: its group dimension is closed if nothing else uses it."""

@@ -172,7 +172,7 @@ def verification_html(verification: Verification) -> str:
 def verification_sections(verification: Verification) -> list[Section]:
     """What ``verification_table`` shows: totals, collectives by kind and mesh axes, and the verdict."""
     v = verification
-    needed = v.row("peak memory").compiled or 0.0
+    needed = v.row("allocated").compiled or 0.0
     verdict = "within" if v.ok else "OUTSIDE"
     lines = [
         f"{v.compiler} for {v.target}, compiled in {v.compile_seconds:.1f} s.",

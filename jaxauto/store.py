@@ -124,6 +124,7 @@ def _decisions(decisions: Decisions, graph: Graph | None) -> dict[str, Any]:
         "kept": [None if kept is None else [{"value": n, **_name(n, graph)} for n in sorted(kept)] for kept in decisions.kept],
         "gathered_late": sorted(decisions.gathered_late),
         "finished": sorted(decisions.finished),
+        "made": [{"value": n, **_name(n, graph), "sharding": s} for n, s in decisions.made.items()],
     }
 
 
@@ -193,6 +194,7 @@ def _to_decisions(data: Mapping[str, Any]) -> Decisions:
         kept=tuple(None if kept is None else frozenset(d["value"] for d in kept) for kept in data["kept"]),
         gathered_late=frozenset((n, k) for n, k in data["gathered_late"]),
         finished=frozenset(data["finished"]),
+        made={d["value"]: _to_sharding(d["sharding"]) for d in data.get("made", ())},
     )
 
 

@@ -28,8 +28,15 @@ import jaxauto  # noqa: E402
 from jaxauto.aot import CompilerFailure, close_workers  # noqa: E402
 
 RESULTS = HERE / "results"
-TARGETS = ("v5e:2x4", "h100:8", "v5p:2x2x2", "v5p:4x4x4", "cpu:8")
-BUDGETS = {"medium": (0.4, 0.95), "tight": (0.9,), "8b": (0.9,), "small": (0.6,)}  # shares of the device's memory
+SMALL = {"small": (0.6,)}
+# target → size → shares of the device's memory that are the budget
+CASES = {
+    "v5e:2x4": {**SMALL, "medium": (0.4, 0.95), "tight": (0.9,)},
+    "h100:8": {**SMALL, "medium": (0.4,), "tight": (0.5,), "8b": (0.9,)},
+    "v5p:2x2x2": {**SMALL, "medium": (0.4,), "8b": (0.5, 0.9)},
+    "v5p:4x4x4": {**SMALL, "medium": (0.7,), "8b": (0.4,)},
+    "cpu:8": {**SMALL, "medium": (0.95,)},
+}
 TOTALS = ("peak memory", "matrix flops", "collective bytes", "step time (roofline of the schedule)")
 
 
@@ -133,25 +140,25 @@ def _median(rows: list[dict], name: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", default=",".join(TARGETS))
-    parser.add_argument("--sizes", default=",".join(BUDGETS))
+    parser.add_argument("--targets", default=",".join(CASES))
+    parser.add_argument("--sizes", default="small,medium,tight,8b")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--renew", action="store_true", help="measure again what is in the results already")
     parser.add_argument("--keep", type=Path, help="folder for plans and compiled programs")
     parser.add_argument("--out", type=Path, default=RESULTS / "verify.json")
     chosen = parser.parse_args()
     rows: dict[str, dict] = json.loads(chosen.out.read_text()) if chosen.out.exists() else {}
-    for target in chosen.targets.split(","):
-        for size in chosen.sizes.split(","):
+    for size in chosen.sizes.split(","):
+        for target in chosen.targets.split(","):
             for model in (m for m in bench_models.MODELS if size in bench_models.MODELS[m]):
-                for share in BUDGETS[size]:
+                for share in CASES[target].get(size, ()):
                     key = f"{model} {size} @ {target} {share:.0%}"
                     if chosen.only not in key or (key in rows and not chosen.renew):
                         continue
                     rows[key] = measure(model, size, target, share, chosen.keep, key.replace(" ", "_"))
                     print(_line(key, rows[key]), flush=True)
                     chosen.out.write_text(json.dumps(rows, indent=1) + "\n")
-        close_workers()
+            close_workers()
     chosen.out.with_suffix(".md").write_text(summary(rows))
 
 

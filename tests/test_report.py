@@ -174,6 +174,7 @@ class TestVerification:
         rows = (
             Row("arguments", None, 2.0**20, "bytes"),
             Row("peak memory", 3.0 * 2**30, compiled, "bytes"),
+            Row("allocated", None, compiled, "bytes"),
             Row("matrix flops", 2e9, 1e9, "flops"),
             Row("compute time", 1e-3, 2e-3, "seconds"),
         )

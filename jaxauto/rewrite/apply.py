@@ -56,8 +56,9 @@ class _Constraints(Pins):
         return lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec))
 
     def value(self, number: int, array: Any) -> Any:
-        sharding = self.decisions.values.get(self.origin.get(number, number))
-        array = array if sharding is None else self.pinned(array, sharding, stacked=number in self.stacked)
+        origin = self.origin.get(number, number)
+        for sharding in (self.decisions.made.get(origin), self.decisions.values.get(origin)):
+            array = array if sharding is None else self.pinned(array, sharding, stacked=number in self.stacked)
         if self.on_cpu and number in self.decisions.finished:
             self.awaited.append(array)
         return array

@@ -20,6 +20,7 @@ def decisions_of(candidate: Candidate) -> Decisions:
     values: dict[int, Sharding] = {}
     operands: dict[tuple[int, int], Sharding] = {}
     late: set[tuple[int, int]] = set()
+    made: dict[int, Sharding] = {}
     for number in _anchors(model, x):
         values[number] = sharding_of_value(model, x, number)
     nodes = {node.id: node for node in walk(model.groups.graph)}
@@ -42,7 +43,11 @@ def decisions_of(candidate: Candidate) -> Decisions:
         here, there, _, _ = edge_layout(
             model.state(x, "group", e.source)[None], model.state(x, "group", e.target)[None], e.dims, e.reduced, model.mesh.sizes
         )
-        if (here != there).any():
+        if not (here != there).any():
+            continue
+        if e.node in model.narrowing:
+            made[e.result] = sharding_of_value(model, x, e.value)
+        else:
             position = np.where(np.isin(model.position(x, e.value), _summed(e)), model.position(x, e.value), there[0])
             operands[node.outputs[0], e.operand] = sharding_of(position, len(e.dims), model.mesh)
     finished = frozenset(
@@ -51,7 +56,7 @@ def decisions_of(candidate: Candidate) -> Decisions:
         for o in op.results
         if op.node.backward and o.value in model.program.late_only and model.groups.times[op.node.id] == 1
     )
-    return Decisions(values, operands, candidate.variant.kept, frozenset(late), finished)
+    return Decisions(values, operands, candidate.variant.kept, frozenset(late), finished, made)
 
 
 def sharding_of_value(model: Model, x: np.ndarray, number: int) -> Sharding:
@@ -68,8 +73,15 @@ def _gathers(here: np.ndarray, there: np.ndarray) -> bool:
 
 
 def _anchors(model: Model, x: np.ndarray) -> Iterator[int]:
-    """Values to pin: results of operations, inputs and outputs of loop bodies, and the ends of passages that reshard."""
+    """Values to pin: results of operations, inputs and outputs of loop bodies, and the ends of passages that reshard.
+
+    Both ends: an operation that wants a part of an array would else have the partitioner cut all that leads to it, and gather it again for
+    the others.
+    """
     for op in model.groups.operations:
+        for o in op.operands:
+            if o.dims and (model.operand_position(x, op, o) != model.position(x, o.value)).any():
+                yield o.value
         for o in op.results:
             if o.dims:
                 yield o.value

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxauto.core import MeshAxes
+from jaxauto.core import MeshAxes, Value
 from jaxauto.cost.compute import factor_dims, operation_seconds, traffic_seconds
 from jaxauto.cost.reshard import passage_collectives, passage_seconds
-from jaxauto.graph import value_bytes
+from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
 from jaxauto.solve.fold import Key
 from jaxauto.solve.problem import MemoryRow, Problem
@@ -61,6 +61,7 @@ class Model:
         self.problem = Problem.empty()
         self.variable: dict[Key, int] = {}
         self.states: list[np.ndarray] = []
+        self.narrowing = _narrowing(program.groups)
         self.operation_of: dict[int, Operation] = {}
         allowed = allowed or {}
         merged: dict[Key, np.ndarray] = {}
@@ -169,6 +170,10 @@ class Model:
         widened = not self.mesh.scatters and str(value.dtype) in ("bfloat16", "float16")
         return value_bytes(value) * (2.0 if widened else 1.0)
 
+    def edge_bytes(self, e: Edge) -> float:
+        """Bytes of the array that an edge reshards: what a conversion that narrows makes, not what it reads."""
+        return self.passage_bytes(e.result if e.node in self.narrowing else e.value)
+
     def cached(self, key: tuple, make) -> np.ndarray:
         """A table that does not depend on rematerialisation: variables are numbered alike in all models of a program and mesh."""
         if key not in self.cache:
@@ -186,7 +191,7 @@ class Model:
         for e in self.groups.edges:
             a, b = self.var("group", e.source), self.var("group", e.target)
             resource = self.resource_of(e.value, e.result)
-            key = (a, b, e.dims, e.reduced, self.passage_bytes(e.value), self.passage_bytes(e.result), resource)
+            key = (a, b, e.dims, e.reduced, self.edge_bytes(e), self.passage_bytes(e.result), resource)
             count[key] += e.times + self.variant.extra.get(e.node, 0)
         for (a, b, dims, reduced, bytes_, result_bytes, resource), times in count.items():
             table = self.cached(
@@ -293,13 +298,23 @@ class Model:
     def _edge_collectives(self, e: Edge, source: np.ndarray, target: np.ndarray) -> list:
         here, there, partial, sizes = edge_layout(source, target, e.dims, e.reduced, self.mesh.sizes)
         resource = self.resource_of(e.value, e.result)
-        steps = passage_collectives(here[0], there[0], self.passage_bytes(e.value), self.mesh)
+        steps = passage_collectives(here[0], there[0], self.edge_bytes(e), self.mesh)
         if partial.any():
             unsplit = np.full_like(here[0], WHOLE)
             local = self.passage_bytes(e.result) / float(sizes[0])
             steps += passage_collectives(unsplit, unsplit, local, self.mesh, partial[0])
         times = e.times + self.variant.extra.get(e.node, 0)
         return [(k, n, axes, times, s, resource, e.node) for k, n, axes, s in steps]
+
+
+def _narrowing(groups: Groups) -> frozenset[int]:
+    """Nodes that convert to a narrower type."""
+    values, converts = groups.graph.values, (n for n in walk(groups.graph) if n.prim == "convert_element_type")
+    return frozenset(n.id for n in converts if isinstance(n.inputs[0], int) and _narrower(values, n.outputs[0], n.inputs[0]))
+
+
+def _narrower(values: Mapping[int, Value], result: int, operand: int) -> bool:
+    return value_bytes(values[result]) < value_bytes(values[operand])
 
 
 def reduced_factors(op: Operation, result: Operand) -> list[int] | tuple[int, ...]:
