@@ -256,7 +256,8 @@ def compiled_collectives(module: hlo.Module, mesh: MeshAxes) -> tuple[dict[tuple
         unmatched += axes is None
         kind = c.kind if c.role == "reduce-scatter" and not mesh.scatters else c.role  # planned as all-reduces where there are no others
         bytes_, count = found.get((kind, axes or ()), (0.0, 0.0))
-        found[kind, axes or ()] = bytes_ + c.role_bytes * c.count, count + c.count
+        moved = c.operand_bytes * math.prod(mesh.shape[a] for a in axes or ()) if kind == "collective-permute" else c.role_bytes
+        found[kind, axes or ()] = bytes_ + moved * c.count, count + c.count
     return found, unmatched
 
 

@@ -61,6 +61,17 @@ def test_planned_collectives_are_the_compiled_ones():
         assert 0 < row.compiled_count <= row.estimated_count, "the compiler may combine them"
 
 
+def test_an_array_read_in_parts_is_made_once():
+    """Gradients of weights that are cut over "data" read parts of a hidden layer that is whole there; making it in parts costs a gather."""
+    pins = {"0.a": P(None, "data"), "0.b": P("data"), "1": P("model")}
+    plan = jaxauto.plan(step, *ARGS, mesh=MESH, constraints=pins)
+    cut = [number for number, sharding in plan.decisions.values.items() if len(sharding) == 2 and sharding[0] == ("model",)]
+    assert cut, "activations stay whole over data"
+    for row in plan.verify().collectives:
+        if max(row.estimated, row.compiled) > 1e4:
+            assert row.estimated == pytest.approx(row.compiled, rel=0.05), row
+
+
 def test_a_measured_step_joins_the_table(plan):
     row = plan.verify(run=True, steps=2).row("step time (measured)")
     assert row.compiled > 0 and row.unit == "seconds"

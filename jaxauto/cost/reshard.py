@@ -9,11 +9,14 @@ partial → dimension    reduce-scatter                         local bytes
 partial → whole        all-reduce                             local bytes
 whole → dimension      each device cuts its piece             free
 dimension → other      all-to-all                             local bytes × axis size
+axis comes or goes     collective-permute                     local bytes × axes' size
+ before one that stays
 dimension → whole      all-gather                             local bytes × axis size
 =====================  =====================================  =========================
 
 in this order, so that what makes the array smaller comes first. Axes that need the same collective share one, all-gathers dimension by
-dimension.
+dimension. Axes on one dimension are in mesh order, major first: where an axis joins or leaves on the major side of one that stays, the
+pieces are in another order than the mesh's, and change places.
 """
 
 from __future__ import annotations
@@ -82,11 +85,25 @@ def _steps(source, target, bytes_, mesh, partial) -> Iterator[tuple[str, np.ndar
         yield "all-reduce", local[chosen], axes, chosen
     for axes, chosen in _by_axes(exchange):
         yield "all-to-all", local[chosen] * np.prod(sizes[list(axes)]), axes, chosen
+    for axes, chosen in _by_axes(_reordered(s, t)):
+        yield "collective-permute", local[chosen] * np.prod(sizes[list(axes)]), axes, chosen
     for dim in range(int(source.max(initial=WHOLE)) + 1):  # one all-gather joins pieces along one dimension
         for axes, chosen in _by_axes(gather & (s == dim)):
             full = local[chosen] * np.prod(sizes[list(axes)])
             yield "all-gather", full, axes, chosen
             local[chosen] = full
+
+
+def _reordered(s: np.ndarray, t: np.ndarray) -> np.ndarray:
+    """Axes between which pieces of one dimension change places: ``bool [a, b, axes]``."""
+    turned = np.zeros(np.broadcast_shapes(s.shape, t.shape), bool)
+    moved, stays = s != t, (s == t) & (s != WHOLE)
+    for major, minor in itertools.combinations(range(turned.shape[-1]), 2):
+        shared = (s[..., major] == s[..., minor]) | (t[..., major] == t[..., minor])
+        hit = moved[..., major] & stays[..., minor] & shared
+        turned[..., major] |= hit
+        turned[..., minor] |= hit
+    return turned
 
 
 def _by_axes(where: np.ndarray) -> Iterator[tuple[tuple[int, ...], tuple]]:

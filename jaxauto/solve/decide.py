@@ -9,7 +9,7 @@ import numpy as np
 from jaxauto.core import Decisions, LinkKind, Sharding
 from jaxauto.graph import walk
 from jaxauto.groups import Edge
-from jaxauto.solve.model import Model, edge_layout
+from jaxauto.solve.model import Model, edge_layout, reduced_factors
 from jaxauto.solve.search import Candidate
 from jaxauto.strategies import WHOLE, project, sharding_of
 
@@ -20,7 +20,7 @@ def decisions_of(candidate: Candidate) -> Decisions:
     values: dict[int, Sharding] = {}
     operands: dict[tuple[int, int], Sharding] = {}
     late: set[tuple[int, int]] = set()
-    made: dict[int, Sharding] = {}
+    made = dict(_made_elsewhere(model, x))
     for number in _anchors(model, x):
         values[number] = sharding_of_value(model, x, number)
     nodes = {node.id: node for node in walk(model.groups.graph)}
@@ -57,6 +57,16 @@ def decisions_of(candidate: Candidate) -> Decisions:
         if op.node.backward and o.value in model.program.late_only and model.groups.times[op.node.id] == 1
     )
     return Decisions(values, operands, candidate.variant.kept, frozenset(late), finished, made)
+
+
+def _made_elsewhere(model: Model, x: np.ndarray) -> Iterator[tuple[int, Sharding]]:
+    """Results that go on in another sharding than the operation makes them in; unsaid, the partitioner may move the operands instead."""
+    for op in model.groups.operations:
+        for o in op.results:
+            summed = np.isin(model.state(x, "operation", op.node.id), reduced_factors(op, o)).any()
+            position = model.operand_position(x, op, o)
+            if o.dims and not summed and (position != model.position(x, o.value)).any():
+                yield o.value, sharding_of(position, len(o.dims), model.mesh)
 
 
 def sharding_of_value(model: Model, x: np.ndarray, number: int) -> Sharding:

@@ -32,6 +32,10 @@ PASSAGES = [
     ("sums whole", (W, W), (W, W), (True, False), [("all-reduce", 800.0, (0,))]),
     ("sums and cuts", (W, W), (0, W), (True, False), [("reduce-scatter", 800.0, (0,))]),
     ("sums a piece", (W, 0), (W, 0), (True, False), [("all-reduce", 400.0, (0,))]),
+    ("joins on the major side", (W, 0), (0, 0), None, [("collective-permute", 800.0, (0, 1))]),
+    ("joins on the minor side", (0, W), (0, 0), None, []),
+    ("leaves on the major side", (0, 0), (W, 0), None, [("collective-permute", 800.0, (0, 1)), ("all-gather", 400.0, (0,))]),
+    ("leaves on the minor side", (0, 0), (0, W), None, [("all-gather", 200.0, (1,))]),
     ("cuts one axis before gathering the other", (0, W), (W, 1), None, [("all-gather", 400.0, (0,))]),
 ]
 
