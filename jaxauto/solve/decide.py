@@ -63,9 +63,10 @@ def _made_elsewhere(model: Model, x: np.ndarray) -> Iterator[tuple[int, Sharding
     """Results that go on in another sharding than the operation makes them in; unsaid, the partitioner may move the operands instead."""
     for op in model.groups.operations:
         for o in op.results:
-            summed = np.isin(model.state(x, "operation", op.node.id), reduced_factors(op, o)).any()
-            position = model.operand_position(x, op, o)
-            if o.dims and not summed and (position != model.position(x, o.value)).any():
+            summed = np.isin(model.state(x, "operation", op.node.id), reduced_factors(op, o))
+            final = model.position(x, o.value)
+            position = np.where(summed, final, model.operand_position(x, op, o))  # partial sums are summed into where they go
+            if o.dims and (position != final).any():
                 yield o.value, sharding_of(position, len(o.dims), model.mesh)
 
 
