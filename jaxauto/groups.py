@@ -5,8 +5,7 @@ dimensions. Elementwise chains, broadcasts, reductions, transposes and reshapes 
 (dot, convolution, gather, scatter) is a node with a choice of its own. An *edge* is a place where an array passes from a group to
 a group or operation, and may have to be resharded on the way.
 
-Named-dimension unification as in TOAST (arXiv 2508.15010); where it would make two dimensions of one value the same, or a group too
-wide, an edge is left instead of a union.
+Named-dimension unification as in TOAST (arXiv 2508.15010); where it would make two dimensions of a value the same, an edge is left.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ from jaxauto.flow import feeding_operations
 from jaxauto.graph import multiplicity, walk
 from jaxauto.rules import factor_sizes, rule_for
 
-# Dimensions of a group: its states are the ways to lay mesh axes on them, (dims + 1) ** axes.
-MAX_GROUP_DIMS = 5
-# A union is forced where XLA has one buffer: a carry is its own next trip, a stacked residual is its slices.
-_UNITED_LINKS = (LinkKind.CARRY, LinkKind.FINAL, LinkKind.YS, LinkKind.XS, LinkKind.CONST)
+MAX_GROUP_DIMS = 5  # of its states, the ways to lay mesh axes on them, there are (dims + 1) ** axes
 
 WHOLE = -1  # a dimension that no mesh axis can be laid on
 
@@ -47,7 +43,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Edge:
-    """One array that passes from ``source`` to ``target`` (group ids, or for ``operand >= 0`` an operation's node id).
+    """One array that passes from group ``source`` to group ``target``.
 
     Attributes:
       dims: for each dimension of the array (source group dimension, target group dimension), WHOLE where there is none.
@@ -214,7 +210,8 @@ class _Grouping:
                 if pairs and not self.groups[self.place[x][0]].leaf and self.follows(rule, x, number, pairs):
                     self.unite(x, number, pairs)
         for k, x in operands:
-            self.pass_through(node, rule, k, x)
+            for out in _partners(node, rule, k, len(operands)):
+                self.pass_through(node, rule, k, x, out)
 
     def follows(self, rule: OpRule, x: int, number: int, pairs) -> bool:
         """Whether a result should be sharded as operand ``x``.
@@ -230,12 +227,8 @@ class _Grouping:
             return len(pairs) == sum(n > 1 for n in self.values[number].shape)
         return self.values[x].aval.size * 2 > self.values[number].aval.size
 
-    def pass_through(self, node: Node, rule: OpRule, k: int, x: int) -> None:
-        """The edge from operand ``k`` to the results' group, unless it costs nothing."""
-        out = node.outputs[0]
-        if len(node.outputs) > 1:  # several results (sort, barrier): each operand goes with the result that looks like it
-            same = [o for o, s in zip(node.outputs, rule.results, strict=True) if s == rule.operands[k]]
-            out = same[min(k, len(same) - 1)] if same else out
+    def pass_through(self, node: Node, rule: OpRule, k: int, x: int, out: int) -> None:
+        """The edge from operand ``k`` to a result's group, unless it costs nothing."""
         spec = rule.results[node.outputs.index(out)]
         target_of = {f: d for d, f in _positions(spec)}
         group, dims = self.place[x]
@@ -373,6 +366,14 @@ class _Grouping:
 
 def _renamed(mapping: dict[int, int] | None, dim: int) -> int:
     return dim if mapping is None or dim == WHOLE else mapping[dim]
+
+
+def _partners(node: Node, rule: OpRule, k: int, operands: int) -> list[int]:
+    """The results that operand ``k`` passes into: all (split), or its own (sort, barrier)."""
+    if operands == 1:
+        return list(node.outputs)
+    same = [o for o, s in zip(node.outputs, rule.results, strict=True) if s == rule.operands[k]] or [node.outputs[0]]
+    return [same[min(k, len(same) - 1)]]
 
 
 def _is_free(edge: Edge) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxauto import frontend
 from jaxauto.core import OPERATIONS, Graph, Kind, Literal, Node, OpRule
-from jaxauto.cost.compute import traffic_seconds
+from jaxauto.cost.compute import bytes_per_flop, traffic_seconds
 from jaxauto.cost.fusion import Buffers, find_buffers, live_bytes
 from jaxauto.errors import ArgumentError
 from jaxauto.flow import feeding_operations
@@ -166,7 +166,7 @@ def profile(
 
         program = sharded_program(form.step, form.arguments(args), kwargs, mesh, in_specs or {}, target, donate_argnums)
     else:
-        program = _program(trace(form.step, form.arguments(args), kwargs, donate_argnums), chip.platform if chip else _PLATFORM)
+        program = _program(trace(form.step, form.arguments(args), kwargs, donate_argnums), chip)
     return _Profiler(program, chip).run(name, str(resolve(target)) if target is not None else None)
 
 
@@ -197,10 +197,11 @@ def aliased_outputs(traced: Traced, graph: Graph) -> frozenset[int]:
     return frozenset(x for x in outputs if isinstance(x, int) and x not in graph.inputs)
 
 
-def _program(traced: Traced, platform: str) -> Profiled:
+def _program(traced: Traced, chip: Any) -> Profiled:
     graph = build(traced.jaxpr)
     rules = {node.id: rule_for(node.eqn) for node in walk(graph) if not node.bodies}
-    buffers = find_buffers(graph, rules, aliased_outputs(traced, graph), platform)
+    platform, rate = (_PLATFORM, 0.0) if chip is None else (chip.platform, bytes_per_flop(chip))
+    buffers = find_buffers(graph, rules, aliased_outputs(traced, graph), platform, rate)
     live = live_bytes(buffers, buffers.bytes_)
     return Profiled(traced, graph, rules, buffers, buffers.bytes_, live, lambda _: 1.0, lambda _: 1.0)
 

@@ -92,6 +92,33 @@ def test_loops_tie_carries_and_slices():
     assert groups.place[body.outputs[0]] == groups.place[body.inputs[0]] == groups.place[graph.outputs[0]]
 
 
+def test_every_piece_of_a_split_passes_on_an_edge():
+    """Free of charge, a piece could be sharded along what was cut."""
+
+    def fun(x, w):
+        a, b = jnp.split(jnp.sin(x), 2, axis=1)
+        return a @ w, b @ w
+
+    graph, groups = grouped(fun, struct(8, 32), struct(16, 8))
+    node = next(n for n in graph.nodes if n.prim == "split")
+    source = groups.place[node.inputs[0]][0]
+    for piece in node.outputs:
+        cut = groups.place[piece][1][1]
+        assert any(e.source == source and e.result == piece and (-1, cut) not in e.dims[:1] for e in groups.edges)
+
+
+def test_a_stack_of_results_passes_out_of_its_loop():
+    """Two stacks of one value cannot both be in its group; the edge leads from the loop to the stack, where the bytes go."""
+
+    def fun(x, w):
+        return jax.lax.scan(lambda c, _: (c, (c @ w, (c @ w).T)), x, None, length=3)
+
+    graph, groups = grouped(fun, struct(8, 8), struct(8, 8))
+    stacks = {groups.place[n][0] for n in graph.outputs[1:]}
+    outward = [e for e in groups.edges if e.target in stacks and e.node >= 0]
+    assert all(e.source not in stacks or e.target in stacks for e in outward)
+
+
 def test_groups_stay_narrow():
     def fun(x):
         for k in range(6):

@@ -22,6 +22,11 @@ def traffic_seconds(bytes_: Any, chip: Any) -> Any:
     return bytes_ / (chip.bandwidth_efficiency * chip.hbm_bandwidth)
 
 
+def bytes_per_flop(chip: Any) -> float:
+    """Bytes that HBM moves while the matrix unit does one flop in bfloat16."""
+    return chip.bandwidth_efficiency * chip.hbm_bandwidth / (chip.flops_efficiency * chip.peak_flops("bfloat16"))
+
+
 def operation_seconds(op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any) -> np.ndarray:
     """Seconds of one run of an operation for each of its states.
 

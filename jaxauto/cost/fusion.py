@@ -4,6 +4,7 @@ The rules are those of XLA's instruction fusion, in outline (instruction_fusion.
 made again inside each of its consumers, unless that would read more arrays than its result is: what is made of two wide arrays gets a
 buffer where it fans out. So do random bits, and on CPU transcendentals, which take long to make (``MADE_ONCE``). Dots, convolutions,
 gathers, loops and reductions write buffers and, reductions excepted, read them; a loop makes a broadcast constant inside its body.
+On TPU dots and convolutions fuse as well, see ``clusters.py``.
 
 What shares memory (buffer assignment, in outline; each line names the function that does it):
 - an output that reuses a donated input, and the loop carry or branch result that becomes it, takes no memory of its own     ``_in_donated``
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule, Value
+from jaxauto.cost.clusters import ROW, Clusters, is_select
 from jaxauto.graph import value_bytes
 
 _WRITES = frozenset({Kind.DOT, Kind.CONV, Kind.GATHER, Kind.SCATTER, Kind.SCAN, Kind.OPAQUE, Kind.CONTROL, Kind.REDUCE})
@@ -41,8 +43,8 @@ class Buffers:
     Attributes:
       ids: value ids. bytes_: whole, unsharded. start, end: first and last position, inclusive. All ``[n]``.
         What shares another buffer's memory is there with ``end < start``: it is read and written but takes nothing.
-      reads: how often fused equations read each buffer from HBM, for one run of its graph; written: 1 where they write it. What operations
-        (dots, convolutions, gathers) read and write is theirs to charge.
+      reads: how often fused equations read each buffer from HBM, for one run of its graph; written: 1 where they write it; less where a
+        dot's flops hide it. What operations (dots, convolutions, gathers) read and write is theirs to charge.
       is_input: an input of the whole program: alive throughout.
       length: number of positions; position: node id → position of the node (of a loop: after its body).
       read_at: node id → the values that fused equations read from HBM where the node writes its result. Slices and constants of a loop
@@ -63,7 +65,9 @@ class Buffers:
     stored: frozenset[int] = frozenset()
 
 
-def find_buffers(graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int] = frozenset(), platform: str = "tpu") -> Buffers:
+def find_buffers(
+    graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int] = frozenset(), platform: str = "tpu", bytes_per_flop: float = 0.0
+) -> Buffers:
     """The buffers of a program.
 
     Args:
@@ -71,31 +75,36 @@ def find_buffers(graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int]
       rules: node id → rule, control flow excepted.
       aliased: output values that reuse the buffer of a donated input.
       platform: whose compiler: ``"tpu" | "gpu" | "cpu"``.
+      bytes_per_flop: what HBM moves while the matrix unit does one flop.
     """
-    return _Fusion(graph, rules, aliased, platform).run()
+    return _Fusion(graph, rules, aliased, platform, bytes_per_flop).run()
 
 
 class _Fusion:
-    def __init__(self, graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int], platform: str):
+    def __init__(self, graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int], platform: str, bytes_per_flop: float):
         self.graph, self.rules, self.aliased = graph, rules, aliased
         self.made_once, self.widened = MADE_ONCE[platform], _WIDENED.get(platform, ())
         self.values = graph.values
         self.virtual: dict[int, frozenset[int]] = {}  # value → roots it is recomputed from
         self.costly: set[int] = set()
+        self.heavy: set[int] = set()  # virtual, and a transcendental is part of it
         self.moved: set[int] = set()  # virtual, and its elements lie elsewhere in its roots
-        self.reads: dict[int, int] = {}
+        self.clusters = Clusters(graph.values, rules, bytes_per_flop) if platform == "tpu" else None
+        self.reads: dict[int, float] = {}
         self.start: dict[int, int] = {}
         self.last: dict[int, int] = {}
         self.position: dict[int, int] = {}
         self.loop_start: dict[int, int] = {}
         self.read_at: dict[int, list[int]] = {}
         self.writers: list[tuple[int, int, frozenset[int]]] = []  # position, value, operands whose memory it may take over
+        self.bound: set[int] = set()  # results of loop bodies
         self.in_place: set[int] = set()  # shares another buffer's memory from the start
         self.clock = 0
         self.unwritten = {*graph.inputs, *graph.consts}
 
     def kind(self, node: Node) -> Kind:
-        return self.rules[node.id].kind if node.id in self.rules else Kind.CONTROL
+        kind = self.rules[node.id].kind if node.id in self.rules else Kind.CONTROL
+        return Kind.CHEAP if kind is Kind.SCATTER and self.clusters and is_select(node) else kind
 
     def run(self) -> Buffers:
         outputs = {x for x in self.graph.outputs if isinstance(x, int)}
@@ -110,6 +119,7 @@ class _Fusion:
                 self.touch(root, end)
         for number in inputs:
             self.last[number] = end
+        written = self.merge(inputs)
         self.take_over(inputs)
         ids = np.array(sorted(self.start), int)
         is_input = np.array([n in inputs for n in ids], bool)
@@ -120,7 +130,7 @@ class _Fusion:
             start=np.array([self.start[n] for n in ids], int),
             end=last,
             reads=np.array([self.reads.get(n, 0) for n in ids], float),
-            written=np.array([n not in self.unwritten for n in ids], float),
+            written=np.array([0.0 if n in self.unwritten else written.get(n, 1.0) for n in ids], float),
             is_input=is_input,
             length=end + 1,
             position=self.position,
@@ -141,6 +151,9 @@ class _Fusion:
             if node.bodies:
                 self.loop(node)
                 continue
+            if node.prim == "optimization_barrier":
+                self.pass_barrier(node)
+                continue
             self.clock += 1
             self.position[node.id] = self.clock
             kind = self.kind(node)
@@ -148,13 +161,28 @@ class _Fusion:
                 for x in node.inputs:
                     if not isinstance(x, int):
                         continue
+                    if self.clusters:
+                        self.clusters.use(self.roots(x))
                     if kind in OPERATIONS:
                         self.keep_alive(x, self.clock)
+                        if self.clusters and x in self.virtual:
+                            self.clusters.feed(node, x, self.roots(x))
                     else:
                         self.read(x, self.clock)
                         self.read_at.setdefault(node.id, []).extend(self.roots(x))
             for number in node.outputs:
                 self.define(node, number, kind, outputs)
+
+    def pass_barrier(self, node: Node) -> None:
+        """What passes is in memory, and stays where it is."""
+        self.clock += 1
+        self.position[node.id] = self.clock
+        for x, out in zip(node.inputs, node.outputs, strict=True):
+            if isinstance(x, int):
+                self.keep_alive(x, self.clock)
+                self.virtual[out] = self.roots(x)
+                if self.clusters:
+                    self.clusters.use(self.roots(x))
 
     def define(self, node: Node, number: int, kind: Kind, outputs: set[int]) -> None:
         value = self.values[number]
@@ -162,14 +190,17 @@ class _Fusion:
         roots = frozenset().union(*(self.roots(x) for x in operands)) if operands else frozenset()
         if kind in self.made_once or (kind not in _WRITES and any(x in self.virtual and x in self.costly for x in operands)):
             self.costly.add(number)
+        if kind is Kind.EXPENSIVE or (kind not in _WRITES and any(x in self.virtual and x in self.heavy for x in operands)):
+            self.heavy.add(number)
         moved = (kind is Kind.MOVE and node.prim != "transpose") or any(x in self.moved for x in operands)  # a transpose is a layout
-        if kind in _WRITES or number in outputs or self.fans_out(value, roots) or any(self.is_read(value, u, roots) for u in value.users):
-            if kind not in _READS:
-                for root in roots:
-                    self.read_root(root, self.clock)
-                self.read_at.setdefault(node.id, []).extend(roots)
-            self.start[number] = self.clock
-            self.last[number] = self.clock
+        wanted = kind in _WRITES or number in outputs or any(self.is_read(value, u, roots) for u in value.users)
+        if not wanted and self.fans_out(value, roots) and self.clusters and self.widens(node):
+            (operand,) = operands  # kept as narrow as it was
+            del self.virtual[operand]
+            self.keep(node, operand, roots)
+            self.virtual[number] = frozenset((operand,))
+        elif wanted or self.fans_out(value, roots):
+            self.keep(node, number, roots if kind not in _READS else None)
             if kind in OPERATIONS:
                 self.unwritten.add(number)
             if kind is Kind.SCATTER or node.prim == "dynamic_update_slice":
@@ -181,19 +212,54 @@ class _Fusion:
             if moved:
                 self.moved.add(number)
 
+    def keep(self, node: Node, number: int, roots: frozenset[int] | None) -> None:
+        """Give a value a buffer; ``roots``: what a fused one is made of."""
+        if roots is not None:
+            for root in roots:
+                self.touch(root, self.clock) if self.clusters else self.read_root(root, self.clock)
+            if self.clusters:
+                self.clusters.store(number, roots, self.clock)
+            self.read_at.setdefault(node.id, []).extend(roots)
+        self.start[number] = self.clock
+        self.last[number] = self.clock
+
+    def widens(self, node: Node) -> bool:
+        """A conversion of a fused value to a wider type."""
+        x, value = node.inputs[0], self.values[node.outputs[0]]
+        return node.prim == "convert_element_type" and x in self.virtual and value_bytes(self.values[x]) < value_bytes(value)
+
     def is_read(self, value: Value, user: Node, roots: frozenset[int]) -> bool:
         """Whether ``user`` wants the value in memory: a loop makes a constant again that is much smaller before it is broadcast."""
+        if user.prim == "optimization_barrier":
+            return True
         if self.kind(user) not in _READS:
             return False
+        if self.clusters and self.kind(user) is Kind.DOT:
+            return self.is_shared(value, roots)
         if not user.bodies or any(link.source == value.id and link.kind is not LinkKind.CONST for link in user.links):
             return True
         return 2 * sum(value_bytes(self.values[r]) for r in roots) > value_bytes(value)
 
+    def is_shared(self, value: Value, roots: frozenset[int]) -> bool:
+        """Whether dots read a value from memory: several do, and making it in each takes a transcendental or moves more bytes."""
+        dots = sum(self.kind(u) is Kind.DOT for u in value.users)
+        wide = sum(value_bytes(self.values[r]) for r in roots)
+        return dots > 1 and (value.id in self.heavy or (dots - 1) * wide > (dots + 1) * value_bytes(value))
+
     def fans_out(self, value: Value, roots: frozenset[int]) -> bool:
-        if len(value.users) < 2:
+        if self.clusters and value.producer is not None and self.kind(value.producer) is Kind.EXPENSIVE and self.is_summed(value):
+            return True
+        users = value.users if self.clusters is None else [u for u in value.users if self.kind(u) is not Kind.DOT]
+        if len(users) < 2:
             return False
         wide = sum(2 * self.values[r].aval.size >= value.aval.size for r in roots)
         return value.id in self.costly or wide > 1 or len(roots) > _MAX_ROOTS
+
+    def is_summed(self, value: Value) -> bool:
+        """An exp whose sum is needed before it is used again (softmax): the second pass reads it."""
+        sums = [u for u in value.users if self.kind(u) is Kind.REDUCE]
+        rows = [value.aval.size / max(1, self.values[u.outputs[0]].aval.size) for u in sums]
+        return 0 < len(sums) < len(value.users) and max(rows) <= ROW
 
     def roots(self, number: int) -> frozenset[int]:
         return self.virtual.get(number, frozenset((number,)))
@@ -213,6 +279,23 @@ class _Fusion:
     def keep_alive(self, number: int, at: int) -> None:
         for root in self.roots(number):
             self.touch(root, at)
+
+    def merge(self, inputs: set[int]) -> dict[int, float]:
+        """On TPU: dot results that go straight into a fusion take no buffer, and flops hide traffic; how much of each buffer is written."""
+        if self.clusters is None:
+            return {}
+        kept = {r for x in {*inputs, *self.bound, *(o for o in self.graph.outputs if isinstance(o, int))} for r in self.roots(x)}
+        found = self.clusters.found(self.start, kept)
+        for number, at in found.absorbed.items():
+            producer = self.values[number].producer
+            for x in producer.inputs if producer else ():
+                if isinstance(x, int):
+                    self.keep_alive(x, at)
+            self.start.pop(number, None)
+        self.start.update(self.clusters.together(self.start))
+        for root, amount in found.reads.items():
+            self.reads[root] = self.reads.get(root, 0.0) + amount
+        return found.written
 
     def take_over(self, inputs: set[int]) -> None:
         """A result takes the memory of an operand of its size that dies as it is written."""
@@ -237,8 +320,11 @@ class _Fusion:
         for x in node.inputs:
             if isinstance(x, int):
                 self.read(x, begin)
+                if self.clusters:
+                    self.clusters.use(self.roots(x))
         for body in node.bodies:
             outputs = {x for x in body.outputs if isinstance(x, int)}
+            self.bound |= outputs
             for number in body.inputs:
                 self.start[number] = begin + 1
                 self.unwritten.add(number)

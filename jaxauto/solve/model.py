@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxauto.core import MeshAxes, Value
+from jaxauto.core import Kind, MeshAxes, Value
 from jaxauto.cost.compute import factor_dims, operation_seconds, traffic_seconds
+from jaxauto.cost.layout import padding
 from jaxauto.cost.reshard import passage_collectives, passage_seconds
 from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
@@ -27,6 +28,9 @@ from jaxauto.solve.fold import Key
 from jaxauto.solve.problem import MemoryRow, Problem
 from jaxauto.solve.remat import Variant
 from jaxauto.strategies import project, shards, states
+
+_FLEETING = 60  # equations that an array in on-chip memory may outlive
+_VMEM_SHARE = 0.25  # of on-chip memory that one array may take: others want to be there too
 
 
 @dataclass(frozen=True)
@@ -97,15 +101,29 @@ class Model:
     # --------------------------------------------------------------------------------------------------------------- memory
 
     def _classes(self) -> None:
-        """Buffers by (variable, dimensions): all of one class are cut alike."""
-        index: dict[tuple[int, tuple[int, ...]], int] = {}
+        """Buffers by (variable, dimensions) and, where arrays are padded, shape: all of one class are cut alike."""
+        index: dict[tuple, int] = {}
         self.buffer_class = np.empty(len(self.buffers.ids), int)
+        tile, values, b = self.chip.tile, self.variant.rewritten.graph.values, self.buffers
+        spatial = _spatial(self.groups) if tile else frozenset()
         for k, (number, stacked) in enumerate(zip(self.variant.origin, self.variant.stacked, strict=True)):
             group, dims = self.groups.place[int(number)]
             dims = (WHOLE, *dims) if stacked else dims
-            self.buffer_class[k] = index.setdefault((self.var("group", group), dims), len(index))
-        self.classes = list(index)
-        self.fraction = [1.0 / shards(project(self.states[v], dims), self.mesh.sizes) for v, dims in self.classes]
+            shape = values[int(b.ids[k])].shape if tile else ()
+            minor = tuple(i for i, d in enumerate(dims) if (group, d) not in spatial) if tile else ()
+            self.buffer_class[k] = index.setdefault((self.var("group", group), dims, shape, minor), len(index))
+        self.classes = [(v, dims) for v, dims, _, _ in index]
+        self.pieces = [
+            self.cached(("pieces", v, d), lambda v=v, d=d: shards(project(self.states[v], d), self.mesh.sizes)) for v, d in self.classes
+        ]
+        padded = [self.cached(("padding", *key), lambda key=key: self._padding(*key)) for key in index]
+        self.fraction = [more / pieces for more, pieces in zip(padded, self.pieces, strict=True)]
+
+    def _padding(self, variable: int, dims: tuple[int, ...], shape: tuple[int, ...], minor: tuple[int, ...]) -> np.ndarray:
+        """By how much padding enlarges what one device holds of a buffer, for each state."""
+        if not shape:
+            return np.ones(1)
+        return padding(project(self.states[variable], dims), shape, minor, self.mesh.sizes, self.chip.tile)
 
     def memory_row(self, position: int) -> MemoryRow:
         """The row of a position: bytes of every buffer alive there, by variable and state."""
@@ -143,13 +161,22 @@ class Model:
         times = np.array([self._times_of(int(n)) for n in self.variant.origin], float)
         moved = b.bytes_ * (b.reads + b.written) * times
         by_class = np.bincount(self.buffer_class, moved, minlength=len(self.classes))
+        fleeting = (b.end - b.start <= _FLEETING) & ~b.is_input & ~self.variant.stacked & (moved > 0)
         fed = b.is_input & ~np.isin(self.variant.origin, list(self.program.known_early))
         from_host = np.bincount(self.buffer_class, b.bytes_ * fed, minlength=len(self.classes))
         for c, (v, _) in enumerate(self.classes):
             if by_class[c]:
-                self.problem.add_unary("compute", v, traffic_seconds(by_class[c] * self.fraction[c], self.chip))
+                near = self._kept_near(c, fleeting, moved) if self.chip.vmem_bytes else 0.0
+                self.problem.add_unary("compute", v, traffic_seconds((by_class[c] - near) / self.pieces[c], self.chip))
             if from_host[c]:  # the batch comes anew each step: what a device does not get need not be sent
-                self.problem.add_unary("prefetch", v, from_host[c] * self.fraction[c] / self.chip.host_bandwidth)
+                self.problem.add_unary("prefetch", v, from_host[c] / self.pieces[c] / self.chip.host_bandwidth)
+
+    def _kept_near(self, c: int, fleeting: np.ndarray, moved: np.ndarray) -> np.ndarray:
+        """Of the bytes that a class moves, those of short-lived buffers that fit on-chip memory, for each state."""
+        mine = np.nonzero(fleeting & (self.buffer_class == c))[0]
+        mine = mine[np.argsort(self.buffers.bytes_[mine])]
+        fitting = np.searchsorted(self.buffers.bytes_[mine], _VMEM_SHARE * self.chip.vmem_bytes * self.pieces[c], side="right")
+        return np.concatenate([[0.0], np.cumsum(moved[mine])])[fitting]
 
     def _operation_compute(self) -> None:
         count: dict[int, float] = defaultdict(float)
@@ -311,6 +338,14 @@ def _narrowing(groups: Groups) -> frozenset[int]:
     """Nodes that convert to a narrower type."""
     values, converts = groups.graph.values, (n for n in walk(groups.graph) if n.prim == "convert_element_type")
     return frozenset(n.id for n in converts if isinstance(n.inputs[0], int) and _narrower(values, n.outputs[0], n.inputs[0]))
+
+
+def _spatial(groups: Groups) -> frozenset[tuple[int, int]]:
+    """(group, dimension) of what convolutions slide over."""
+    convolutions = (op for op in groups.operations if op.rule.kind is Kind.CONV)
+    places = ((o, d) for op in convolutions for o in (*op.operands, *op.results) for d in enumerate(o.dims))
+    named = ((groups.place[o.value], i, f) for o, (i, (_, f)) in places)
+    return frozenset((group, dims[i]) for (group, dims), i, f in named if f.startswith("s") and dims[i] != WHOLE)
 
 
 def _narrower(values: Mapping[int, Value], result: int, operand: int) -> bool:

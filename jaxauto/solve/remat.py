@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxauto.blocks import Block, closure, find_blocks
 from jaxauto.core import OPERATIONS, Graph, Kind
-from jaxauto.cost.compute import operation_flops, traffic_seconds
+from jaxauto.cost.compute import bytes_per_flop, operation_flops, traffic_seconds
 from jaxauto.cost.fusion import Buffers, find_buffers
 from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import Groups
@@ -120,7 +120,7 @@ class Remat:
         rewritten = recompute(self.graph, chosen) if chosen else Rewritten(self.graph, {}, frozenset())
         graph = rewritten.graph
         rules = self.groups.rules if not chosen else _rules(graph)
-        buffers = find_buffers(graph, rules, self.aliased, self.chip.platform)
+        buffers = find_buffers(graph, rules, self.aliased, self.chip.platform, bytes_per_flop(self.chip))
         origin = np.array([rewritten.origin.get(int(n), int(n)) for n in buffers.ids], int)
         stacked = np.array([int(n) in rewritten.stacked for n in buffers.ids], bool)
         extra: dict[int, int] = {}

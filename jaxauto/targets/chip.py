@@ -115,6 +115,11 @@ class Chip:
         return self._value("bandwidth_efficiency")
 
     @property
+    def vmem_bytes(self) -> float:
+        """On-chip memory that the compiler keeps short-lived arrays in; 0 where it manages none."""
+        return self.numbers["vmem_bytes"].value if "vmem_bytes" in self.numbers else 0.0
+
+    @property
     def clock_hz(self) -> float:
         """Cycles/s, to turn the compiler's estimated cycles into seconds."""
         return self._value("clock_ghz") * 1e9

@@ -35,6 +35,7 @@ def _tpu(
     host: Number,
     network: Number,
     clock: Number,
+    vmem_mib: int,
     devices_per_chip: int = 1,
 ) -> Chip:
     source = GOOGLE.format(name)
@@ -53,6 +54,7 @@ def _tpu(
         "host_bandwidth": host,
         "network_bandwidth": network,
         "clock_ghz": clock,
+        "vmem_bytes": Number(vmem_mib * 2**20, "byte", PALLAS),
         "flops_efficiency": Number(0.9, "1", f"{RECIPES}: v6e bf16 matmul 8192^3 at 827 of 918 Tflop/s", "fitted"),
         "bandwidth_efficiency": Number(0.85, "1", f"{RECIPES}: HBM copies at 83 % (v6e) and 87 % (tpu7x)", "fitted"),
     }
@@ -84,6 +86,7 @@ _TPUS = (
         host=Number(16e9, "byte/s", BOOK),
         network=Number(25e9 / 4, "byte/s", f"{BOOK}: 25 GB/s for each host of 4 chips"),
         clock=_clock(1.05),
+        vmem_mib=32,
     ),
     _tpu(
         "v5e",
@@ -99,6 +102,7 @@ _TPUS = (
         host=Number(15e9, "byte/s", BOOK),
         network=Number(3.1e9, "byte/s", GOOGLE.format("v5e") + ": 6.4 Tb/s for a pod of 256"),
         clock=_clock(1.5),
+        vmem_mib=128,
     ),
     _tpu(
         "v5p",
@@ -114,6 +118,7 @@ _TPUS = (
         host=Number(15e9, "byte/s", BOOK),
         network=Number(6.25e9, "byte/s", GOOGLE.format("v5p")),
         clock=_clock(1.75),
+        vmem_mib=128,
     ),
     _tpu(
         "v6e",
@@ -129,6 +134,7 @@ _TPUS = (
         host=Number(32e9, "byte/s", BOOK),
         network=Number(12.5e9, "byte/s", GOOGLE.format("v6e")),
         clock=_clock(1.75),
+        vmem_mib=128,
     ),
     _tpu(
         "tpu7x",
@@ -145,6 +151,7 @@ _TPUS = (
         host=Number(32e9, "byte/s", "as v6e", "assumed"),
         network=Number(12.5e9 / 2, "byte/s", GOOGLE.format("tpu7x")),
         clock=_clock(1.75, "assumed"),
+        vmem_mib=64,
     ),
 )
 

@@ -1,0 +1,33 @@
+"""Padding by hand: tiles of 8 rows and 128 lanes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxauto.cost.layout import padding
+
+TILE = (8, 128)
+W = -1
+CASES = [
+    ("fills its tiles", (64, 256), (W,), (), 1.0),
+    ("lanes", (64, 64), (W,), (), 2.0),
+    ("the better of two orders", (128, 64), (W,), (), 1.0),
+    ("any pair of dimensions", (16, 4, 128), (W,), (), 1.0),
+    ("odd", (200, 50257), (W,), (), 50304 / 50257),
+    ("a part of it", (64, 256), (1,), (), 2.0),
+    ("few rows make a small tile", (4, 128), (W,), (), 1.0),
+    ("batch and features of a convolution", (4, 128, 128, 64), (W,), (0, 3), 2.0),
+    ("vectors are not padded", (100,), (W,), (), 1.0),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "position", "minor", "expected"), CASES, ids=[c[0] for c in CASES])
+def test_padding(name, shape, position, minor, expected):
+    found = padding(np.array([position], np.int8), shape, minor, (4,), TILE)
+    assert found == pytest.approx([expected])
+
+
+def test_all_states_at_once():
+    found = padding(np.array([[W], [0], [1]], np.int8), (64, 256), (0, 1), (4,), TILE)
+    assert found == pytest.approx([1.0, 1.0, 1.0 if 256 / 4 % 128 == 0 else 2.0])
