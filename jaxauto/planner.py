@@ -76,6 +76,7 @@ class Solved:
     found: Found
     meshes: Mapping[str, float]
     options: Options
+    fitting: tuple[Candidate, ...] = ()  # all candidates of all meshes that fit
 
 
 def make_plan(fun: Callable, args: tuple, kwargs: dict, options: Options) -> Plan:
@@ -86,6 +87,10 @@ def make_plan(fun: Callable, args: tuple, kwargs: dict, options: Options) -> Pla
         target = resolve(options.target)
         budget = budget_bytes(options.memory_budget, target.chip.hbm_bytes)
         plan = solve(step, target, budget, options, progress)
+        if options.tune > 1:
+            from jaxauto.tune import tuned
+
+            plan = tuned(plan, budget, options, progress)
         if _should_certify(options):
             from jaxauto.certify import certified
 
@@ -154,7 +159,8 @@ def solve(step: Step, target: Target, budget: float, options: Options, progress:
     mesh, found = min(fitting, key=lambda r: r[1].best.seconds)  # type: ignore[union-attr]
     seconds = {"x".join(map(str, m.sizes)): (f.best.seconds if f.best else float("inf")) for m, f in results}
     found.seconds_spent["all meshes"] = time.monotonic() - started
-    solved = Solved(step, target, remat, levels, found, seconds, options)
+    everything = tuple(candidate for _, f in fitting for candidate in f.fitting)
+    solved = Solved(step, target, remat, levels, found, seconds, options, everything)
     assert found.best is not None
     return build_plan(solved, found.best, budget, options)
 
@@ -250,8 +256,6 @@ def _not_built(options: Options) -> tuple[str, ...]:
     notes = []
     if options.remat == "offload":
         notes.append('remat="offload": offloading to host memory is not built yet; planned as remat="auto".')
-    if options.tune:
-        notes.append(f"tune={options.tune}: judging several plans by the compiler is not built yet; this is the planner's own favourite.")
     return tuple(notes)
 
 

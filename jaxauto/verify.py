@@ -15,7 +15,7 @@ import jax
 from jaxauto import aot, compat, hlo
 from jaxauto.core import Estimate, MeshAxes
 from jaxauto.cost.collectives import collective_seconds
-from jaxauto.cost.schedule import schedule_seconds
+from jaxauto.cost.schedule import ScheduleTime, schedule_seconds
 from jaxauto.errors import ArgumentError
 from jaxauto.options import mesh_axes
 from jaxauto.targets.target import Target
@@ -201,6 +201,13 @@ def verify(plan: Any, *, run: bool = False, steps: int = 3, timeout: float = 600
     return Verification(
         plan.target, compilation.compiler, tuple(rows), tuple(by_kind), plan.budget_bytes, compilation.seconds, tuple(notes)
     )
+
+
+def schedule_of(plan: Any, compilation: Compilation) -> ScheduleTime:
+    """Seconds of a compiled plan by the roofline of its schedule, collectives included."""
+    target = Target(plan.target)
+    mesh = mesh_axes(dict(plan.mesh.shape), target)
+    return schedule_seconds(hlo.parse(compilation.text), target.chip, lambda c: hlo_collective_seconds(c, mesh))
 
 
 def memory_rows(plan: Any, compilation: Compilation) -> list[Row]:

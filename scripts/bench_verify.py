@@ -31,7 +31,7 @@ RESULTS = HERE / "results"
 SMALL = {"small": (0.6,)}
 # target → size → shares of the device's memory that are the budget
 CASES = {
-    "v5e:2x4": {**SMALL, "medium": (0.4, 0.95), "tight": (0.9,)},
+    "v5e:2x4": {**SMALL, "medium": (0.4,), "tight": (0.95,)},
     "h100:8": {**SMALL, "medium": (0.4,), "tight": (0.5,), "8b": (0.9,)},
     "v5p:2x2x2": {**SMALL, "medium": (0.4,), "8b": (0.5, 0.9)},
     "v5p:4x4x4": {**SMALL, "medium": (0.7,), "8b": (0.4,)},

@@ -25,6 +25,7 @@ ORDER = [
         "policy",
         "verify",
         "certify",
+        "tune",
         "store",
         "planner",
         "report",

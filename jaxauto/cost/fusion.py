@@ -98,6 +98,7 @@ class _Fusion:
         self.read_at: dict[int, list[int]] = {}
         self.writers: list[tuple[int, int, frozenset[int]]] = []  # position, value, operands whose memory it may take over
         self.bound: set[int] = set()  # results of loop bodies
+        self.summed: set[int] = set()  # on TPU: the exp of a softmax
         self.in_place: set[int] = set()  # shares another buffer's memory from the start
         self.clock = 0
         self.unwritten = {*graph.inputs, *graph.consts}
@@ -192,6 +193,8 @@ class _Fusion:
             self.costly.add(number)
         if kind is Kind.EXPENSIVE or (kind not in _WRITES and any(x in self.virtual and x in self.heavy for x in operands)):
             self.heavy.add(number)
+        if self.clusters and kind is Kind.EXPENSIVE and self.is_summed(value):
+            self.summed.add(number)
         moved = (kind is Kind.MOVE and node.prim != "transpose") or any(x in self.moved for x in operands)  # a transpose is a layout
         wanted = kind in _WRITES or number in outputs or any(self.is_read(value, u, roots) for u in value.users)
         if not wanted and self.fans_out(value, roots) and self.clusters and self.widens(node):
@@ -247,7 +250,7 @@ class _Fusion:
         return dots > 1 and (value.id in self.heavy or (dots - 1) * wide > (dots + 1) * value_bytes(value))
 
     def fans_out(self, value: Value, roots: frozenset[int]) -> bool:
-        if self.clusters and value.producer is not None and self.kind(value.producer) is Kind.EXPENSIVE and self.is_summed(value):
+        if value.id in self.summed:
             return True
         users = value.users if self.clusters is None else [u for u in value.users if self.kind(u) is not Kind.DOT]
         if len(users) < 2:
@@ -311,6 +314,12 @@ class _Fusion:
                     taken.add(root)
                     break
 
+    def copy_summed(self) -> None:
+        """A fusion with a sum in it does not write into a stack: that is one more pass."""
+        for x in self.in_place & self.summed:
+            self.in_place.discard(x)
+            self.reads[x] = self.reads.get(x, 0) + 1
+
     def loop(self, node: Node) -> None:
         """A body's positions come before its node's own; what it reads from outside is alive until then, initial carries excepted."""
         self.clock += 1
@@ -330,6 +339,7 @@ class _Fusion:
                 self.unwritten.add(number)
             self.in_place |= {x for x in outputs & {*stacked.values()} if body.outputs.count(x) == 1 and x not in body.inputs}
             self.visit(body, outputs)
+            self.copy_summed()
             for x in outputs:
                 if x not in self.in_place:
                     self.touch(x, self.clock)

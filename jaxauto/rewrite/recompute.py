@@ -2,9 +2,12 @@
 
 For each block (see ``blocks``) some values stay saved; the other residuals are made again from these and from what enters the block. In a
 straight program they are made at their first use in the backward pass. In a pair of scans the forward scan stops stacking them, the
-backward scan gets what the recomputation reads, and its body begins with it. What is read goes through one ``optimization_barrier``
-together with a cotangent: the recomputation then depends on the backward pass, so no compiler merges it with the original or moves it up.
-Masks and other spread constants stay out of the barrier: what passes through it is written to memory, and these need not be.
+backward scan gets what the recomputation reads, and its body begins with it.
+
+In a straight program what is read goes through one ``optimization_barrier`` together with a cotangent: the recomputation then depends on
+the backward pass, so no compiler merges it with the original or moves it up. Masks and other spread constants stay out of the barrier:
+what passes through it is written to memory, and these need not be. Loops need none: two bodies are never merged, and a slice that passed
+a barrier would be copied out of its stack first (``jax.checkpoint(prevent_cse=False)`` is for the same case).
 """
 
 from __future__ import annotations
@@ -266,10 +269,8 @@ def _rewrite_pair(program: _Program, block: Block, kept: frozenset[int]) -> None
     forward, backward = (program.nodes[n.id] for n in block.scan)
     pair = _Pair(program, forward, backward)
     passed = {value: pair.inside(value) for value in reads}
-    outer = dict(zip(forward.bodies[0].inputs[: forward.num_consts], forward.inputs, strict=False))
-    spread = {v for v in reads if isinstance(x := outer.get(v), int) and is_spread(block.graph.values, x)}
     replaced = pair.drop(dropped)
-    pair.finish(nodes, passed, replaced, spread)
+    pair.finish(nodes, passed, replaced)
 
 
 class _Pair:
@@ -319,17 +320,13 @@ class _Pair:
         self.xs = [(outer, inner) for outer, inner in self.xs if inner not in replaced]
         return replaced
 
-    def finish(self, nodes: tuple[Node, ...], passed: dict[int, int], replaced: dict[int, int], spread: set[int]) -> None:
-        """Put the scans together again: ``nodes`` are recomputed at the head of the backward body and read ``spread`` past the barrier."""
-        carried = [inner for _, inner in self.carries]
-        through = list(dict.fromkeys([*carried, *(inner for value, inner in passed.items() if value not in spread)]))
-        barrier, names = self.program.barrier(through, self.backward)
-        recomputed = {value: names.get(inner, inner) for value, inner in passed.items()}
-        copies = self.program.again(nodes, recomputed)
-        names |= {inner: recomputed[value] for inner, value in replaced.items()}
+    def finish(self, nodes: tuple[Node, ...], names: dict[int, int], replaced: dict[int, int]) -> None:
+        """Put the two scans together again; ``nodes`` are recomputed at the head of the backward body and read ``names``."""
+        copies = self.program.again(nodes, names)
+        names = {inner: names[value] for inner, value in replaced.items()}
         for node in self.bbody.nodes:
             _read_as(node, names)
-        self.bbody.nodes = [barrier, *copies, *self.bbody.nodes]
+        self.bbody.nodes = [*copies, *self.bbody.nodes]
         self.bbody.outputs = renamed(self.bbody.outputs, names)
         operands = [*self.consts, *self.carries, *self.xs]
         self.bbody.inputs = tuple(inner for _, inner in operands)

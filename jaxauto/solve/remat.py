@@ -1,8 +1,7 @@
 """What each block can keep: levels from everything to nothing, and what a level does to buffers and to the work of a step.
 
-A level is a threshold on seconds per byte: values of a block that take longer than that to make again are kept, cheaper ones are
-recomputed. Level 0 is the step as written. Thresholds are taken where the step's own values lie far apart, so levels are few and each
-means something: drop what fusion makes again for free, drop attention scores, drop activations, drop all.
+A level is a threshold on seconds per byte: in each block the residuals that cost less than that to make again are dropped, in the order of
+``frontier.py``. Level 0 is the step as written. Thresholds are taken where together they drop even shares of all residual bytes.
 """
 
 from __future__ import annotations
@@ -15,17 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from jaxauto.blocks import Block, closure, find_blocks
-from jaxauto.core import OPERATIONS, Graph, Kind
+from jaxauto.blocks import closure, find_blocks
+from jaxauto.core import Graph, Kind, Node
 from jaxauto.cost.compute import bytes_per_flop, operation_flops, traffic_seconds
 from jaxauto.cost.fusion import Buffers, find_buffers
 from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import Groups
 from jaxauto.rewrite.recompute import Rewritten, recompute
 from jaxauto.rules import rule_for
+from jaxauto.solve.frontier import Drop, form, frontier
 
-MAX_LEVELS = 6
-_GAP = 1.5  # thresholds nearer than this factor are one
+MAX_LEVELS = 8
+_ELEMENTWISE = 0.25  # of its traffic is what an elementwise equation costs again: most of it is fused away
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Remat:
         self.graph, self.groups, self.aliased, self.chip = graph, groups, aliased, chip
         self.blocks = find_blocks(graph)
         self.operations = {op.node.id: op for op in groups.operations}
-        self.density = [self._densities(block) for block in self.blocks]
+        self.drops = self._drops()
         self._variants: dict[tuple, Variant] = {}
 
     def levels(self) -> list[Level]:
@@ -70,26 +70,56 @@ class Remat:
         found = [Level(-1.0, (None,) * len(self.blocks))]
         if not self.blocks:
             return found
-        densities = sorted({d for table in self.density for d in table.values() if d > 0})
-        for threshold in [*_separated(densities, MAX_LEVELS - 2), math.inf]:
-            kept = tuple(self._kept(block, table, threshold) for block, table in zip(self.blocks, self.density, strict=True))
+        for threshold in self._thresholds():
+            kept = tuple(self._kept(drops, threshold) for drops in self.drops)
             if kept != found[-1].kept:
                 found.append(Level(threshold, kept))
         return found
 
-    def _densities(self, block: Block) -> dict[int, float]:
-        """Seconds per byte to make each value again: what its own node takes, from its inputs."""
-        values = self.graph.values
-        table: dict[int, float] = {}
-        for node in block.forward:
-            if node.bodies:
-                continue
-            kind = rule_for(node.eqn).kind
-            if kind not in OPERATIONS and not any(out in block.residuals for out in node.outputs):
-                continue
-            for out in node.outputs:
-                table[out] = self.node_seconds(node) / max(value_bytes(values[out]), 1.0)
-        return table
+    def _drops(self) -> list[list[Drop]]:
+        """For each block its residuals in the order that they are dropped in; alike blocks are solved once, by places of values."""
+        solved: dict[tuple, list[tuple[float, int]]] = {}
+        found = []
+        for block in self.blocks:
+            key, place = form(block), {v: k for k, v in enumerate(block.residuals)}
+            if key not in solved:
+                solved[key] = [(d.price, place[d.value]) for d in frontier(block, self.again_seconds)]
+            kept = set(block.residuals)
+            drops = []
+            for price, k in solved[key]:
+                value = block.residuals[k]
+                kept.discard(value)
+                drops.append(Drop(price, value, value_bytes(self.graph.values[value]) * block.count, frozenset(kept)))
+            found.append(drops)
+        return found
+
+    def _thresholds(self) -> list[float]:
+        """Rising prices, the last infinite, between which about equal shares of bytes are dropped."""
+        events = sorted((d.price, d.bytes_) for drops in self.drops for d in drops)
+        share = sum(b for _, b in events) / (MAX_LEVELS - 1)
+        chosen: list[float] = []
+        dropped = 0.0
+        for (price, bytes_), after in itertools.pairwise([*events, (math.inf, 0.0)]):
+            dropped += bytes_
+            if dropped >= share and after[0] > price:
+                chosen.append(price)
+                dropped = 0.0
+        return [*chosen[: MAX_LEVELS - 2], math.inf]
+
+    def _kept(self, drops: list[Drop], threshold: float) -> frozenset[int] | None:
+        """What a block keeps at a threshold; None: as written."""
+        return next((d.kept for d in reversed(drops) if d.price <= threshold), None)
+
+    def again_seconds(self, node: Node) -> float:
+        """Seconds that running a node once more adds, unsharded: of elementwise equations, what fusion leaves of their traffic."""
+        if node.bodies:
+            return sum(self.again_seconds(n) * n_times for n, n_times in self._inside(node))
+        return self.node_seconds(node) * (1.0 if node.id in self.operations else _ELEMENTWISE)
+
+    def _inside(self, node: Node) -> list[tuple[Node, float]]:
+        times = self.groups.times
+        inner = [n for body in node.bodies for n in walk(body) if not n.bodies]
+        return [(n, times[n.id] / times[node.id]) for n in inner]
 
     def node_seconds(self, node) -> float:
         """Seconds of one unsharded run: a roofline."""
@@ -101,12 +131,6 @@ class Remat:
             dtype = values[op.operands[0].value].dtype
             seconds = max(seconds, operation_flops(op) / (self.chip.flops_efficiency * self.chip.peak_flops(dtype)))
         return seconds
-
-    def _kept(self, block: Block, table: Mapping[int, float], threshold: float) -> frozenset[int]:
-        wanted = {v for v, d in table.items() if d > threshold}
-        wanted |= {v for v in block.residuals if v not in table and threshold < math.inf}
-        _, reads = closure(block, wanted)
-        return frozenset(wanted & ({*block.residuals} | {*reads}))
 
     def variant(self, kept: Sequence[frozenset[int] | None]) -> Variant:
         """The program that keeps ``kept``, with its buffers; cached."""
@@ -133,10 +157,3 @@ class Remat:
 
 def _rules(graph: Graph) -> dict:
     return {node.id: rule_for(node.eqn) for node in walk(graph) if not node.bodies}
-
-
-def _separated(densities: list[float], most: int) -> list[float]:
-    """At most ``most`` thresholds between values that lie far apart, the widest gaps first, in rising order."""
-    gaps = [(b / a, math.sqrt(a * b)) for a, b in itertools.pairwise(densities) if b / a > _GAP]
-    widest = sorted(gaps, reverse=True)[:most]
-    return sorted(t for _, t in widest)

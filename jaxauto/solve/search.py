@@ -56,7 +56,7 @@ class Candidate:
 
 @dataclass(eq=False)
 class Found:
-    """The result of a search: the best candidate that fits (or None), the leanest seen, a lower bound on T, and what it took."""
+    """The result of a search: the best candidate that fits (or None), the leanest seen, a lower bound on T, what it took, all that fit."""
 
     best: Candidate | None
     leanest: Candidate
@@ -65,6 +65,7 @@ class Found:
     variables: int = 0
     constraints: int = 0
     status: str = "optimal"
+    fitting: list[Candidate] = field(default_factory=list)
 
 
 class Search:
@@ -78,22 +79,28 @@ class Search:
         self.price: float | None = None  # of memory, seconds per byte: where the level before ended
 
     def run(self, budget_bytes: float, levels: list[Level]) -> Found:
-        """Search all ``levels`` under ``budget_bytes``; level 0 alone if it fits without pressure."""
+        """Search all ``levels`` under ``budget_bytes``; as long as they get faster, if the first fits without pressure."""
         started = time.monotonic()
         best: Candidate | None = None
         leanest: Candidate | None = None
+        fitting: list[Candidate] = []
+        roomy = False
         for number, level in enumerate(levels):
             for candidate in self.level(number, level, budget_bytes):
                 if leanest is None or candidate.peak_bytes < leanest.peak_bytes:
                     leanest = candidate
-                if candidate.peak_bytes <= budget_bytes and (best is None or candidate.seconds < best.seconds):
-                    best = candidate
-            if (best is not None and best.level == 0) or self._out_of_time():
-                break
+                if candidate.peak_bytes <= budget_bytes:
+                    fitting.append(candidate)
+                    best = candidate if best is None or candidate.seconds < best.seconds else best
+            roomy = roomy or (number == 0 and best is not None)
+            if self._out_of_time() or (roomy and best is not None and best.level < number):
+                break  # without pressure on memory, recomputing more does not help where recomputing less did not
         assert leanest is not None
-        found = Found(best, leanest, min(self.bounds.values()), {"search": time.monotonic() - started})
+        found = Found(best, leanest, min(self.bounds.values()), {"search": time.monotonic() - started}, fitting=fitting)
         if best is not None:
             self._refine(found, budget_bytes)
+            if found.best is not best and found.best is not None:
+                fitting.append(found.best)
         found.variables = max(found.variables, sum(leanest.model.problem.sizes))
         return found
 

@@ -252,13 +252,12 @@ def test_dropped_residuals_are_no_longer_stacked():
     ((number, block),) = ((n, b) for n, b in enumerate(blocks) if b.scan)
     before = len(block.scan[0].outputs)
     result = recompute(graph, {number: frozenset()}).graph
-    forward, backward = (node for node in result.nodes if node.prim == "scan")
+    forward, _ = (node for node in result.nodes if node.prim == "scan")
     assert len(block.scan[0].outputs) == before  # the original is as it was
     assert len(forward.outputs) < before
     stacks = [result.values[y].shape for y in forward.outputs[forward.num_carry :]]
     assert stacks == [(6, 512, 128)]  # the carry that enters each trip
-    first = backward.bodies[0].nodes[0]
-    assert first.prim == "optimization_barrier"
+    assert not any(node.prim == "optimization_barrier" for node in walk(result)), "two loops are never merged"
 
 
 def test_kept_values_need_not_be_residuals():
@@ -272,8 +271,7 @@ def test_kept_values_need_not_be_residuals():
     assert count(without) == count(with_scores) + len(scores)
 
 
-@pytest.mark.parametrize("looped", [True, False])
-def test_masks_do_not_pass_the_barrier(looped):
+def test_masks_do_not_pass_the_barrier():
     """A triangle of (64, 64) made of iotas is made again where it is read, not written to memory because a barrier holds it."""
 
     def masked(x, w):
@@ -284,8 +282,6 @@ def test_masks_do_not_pass_the_barrier(looped):
 
     def step(w, x):
         def loss(w):
-            if looped:
-                return jnp.sum(lax.scan(lambda x, w: (masked(x, w), None), x, w)[0])
             y = x
             for k in range(3):
                 y = masked(y, jax.tree.map(lambda a, k=k: a[k], w))
