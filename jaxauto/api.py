@@ -46,7 +46,8 @@ def plan(
       donate_argnums: as ``jax.jit``; None: every argument that comes back as an output.
       static_argnums, static_argnames: as ``jax.jit``.
       time_limit: seconds for the solver; the best plan found so far is returned, with its gap.
-      tune: compile this many of the best plans and keep the compiler's favourite.
+      tune: compile this many of the best, different plans for the target, and keep the one whose compiled schedule is fastest; what each
+        took is in ``plan.notes``.
       certify: check the plan with the real compiler and plan again if it would not fit: True, False, or "auto" (when a budget is given
         and a compiler for the target is at hand).
       progress: show a progress line; None: on a terminal or notebook when planning takes long.

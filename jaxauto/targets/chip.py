@@ -117,7 +117,7 @@ class Chip:
     @property
     def vmem_bytes(self) -> float:
         """On-chip memory that the compiler keeps short-lived arrays in; 0 where it manages none."""
-        return self.numbers["vmem_bytes"].value if "vmem_bytes" in self.numbers else 0.0
+        return float(self.numbers["vmem_bytes"].value) if "vmem_bytes" in self.numbers else 0.0
 
     @property
     def clock_hz(self) -> float:
