@@ -8,6 +8,7 @@ That price is kept monotone along the way (the lower hull), so a threshold on it
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from jaxauto.blocks import Block, has_effects
 from jaxauto.core import Node
 from jaxauto.graph import value_bytes
 
+_SMALL = 0.005  # of a block's residual bytes: less is not worth a decision, and goes last
+_LIKENESS = 0.8  # of the residual bytes of a block that another has too, to do as it does
 _LAZY = 400  # residuals up to which prices are brought up to date; beyond, the first price counts
 
 
@@ -46,6 +49,7 @@ class _Greedy:
         self.inputs = {node.id: [x for x in node.inputs if isinstance(x, int)] for node in block.forward}
         self.kept = {v for v in block.residuals if v in self.made and v not in self.fixed}
         self.bytes_ = {v: value_bytes(values[v]) * block.count for v in self.kept}
+        self.small = max(1.0, _SMALL * sum(self.bytes_.values()))
         self.count = block.count
         self.again: set[int] = set()  # nodes that are recomputed so far
 
@@ -70,8 +74,9 @@ class _Greedy:
 
     def price(self, value: int) -> float:
         """Seconds per byte to make ``value`` again, with the nodes that run again anyway for nothing."""
-        seconds = self.count * sum(self.seconds[n] for n in self.needed(value))
-        return seconds / max(self.bytes_[value], 1.0)
+        if self.bytes_[value] < self.small:
+            return math.inf
+        return self.count * sum(self.seconds[n] for n in self.needed(value)) / self.bytes_[value]
 
     def needed(self, value: int) -> set[int]:
         """Nodes that have to run again for ``value`` and do not yet."""
@@ -84,6 +89,41 @@ class _Greedy:
             found.add(node.id)
             wanted += [x for x in self.inputs[node.id] if x not in self.kept and x not in self.fixed]
         return found
+
+
+def after_the_model(block: Block, model: Block, drops: list[Drop]) -> list[Drop] | None:
+    """What ``block`` drops when it does as another block does, equation by equation; None if it is another kind of block.
+
+    Equations are known again by primitive and types, equal ones by their order, as in the policies of ``jax.checkpoint``. What is kept may
+    be no residual of this block: it is saved only where something is made from it.
+    """
+    theirs, ours = _words(model), _words(block)
+    known = {v for v, word in ours.items() if word in set(theirs.values())}
+    size = {v: value_bytes(block.graph.values[v]) * block.count for v in block.residuals}
+    if block.count != model.count or sum(size[v] for v in size if v in known) < _LIKENESS * sum(size.values()):
+        return None
+    found = []
+    kept = {v for v in block.residuals if v in ours}
+    for drop in drops:
+        words = {theirs[v] for v in drop.kept if v in theirs}
+        now = {v for v, word in ours.items() if word in words} | {v for v in kept if v not in known}
+        gone = sum(size[v] for v in size if v in kept and v not in now)
+        found.append(Drop(drop.price, drop.value, gone, frozenset(now)))
+        kept &= now
+    return [*found, Drop(math.inf, -1, sum(size[v] for v in kept), frozenset())]
+
+
+def _words(block: Block) -> dict[int, tuple]:
+    """Value → its equation's primitive and types, and which of the equal ones it is."""
+    values = block.graph.values
+    seen: dict[tuple, int] = {}
+    words = {}
+    for node in block.forward:
+        types = tuple((values[x].shape, str(values[x].dtype)) for x in (*node.inputs, *node.outputs) if isinstance(x, int))
+        for k, out in enumerate(node.outputs):
+            number = seen[node.prim, types, k] = seen.get((node.prim, types, k), -1) + 1
+            words[out] = (node.prim, types, k, number)
+    return words
 
 
 def form(block: Block) -> tuple:

@@ -23,6 +23,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from jaxauto.solve.problem import HIDDEN_SHARE, RESOURCES, Problem
 
+_NODES = 200  # a limit in nodes, not seconds, gives the same plan on a busy machine
+
 
 class Status(enum.Enum):
     OPTIMAL = "optimal"
@@ -94,7 +96,7 @@ class _Program:
             constraints=LinearConstraint(matrix, np.concatenate(self.lower), np.concatenate(self.upper)),
             integrality=integrality,
             bounds=Bounds(0, upper),
-            options={"time_limit": time_limit, "mip_rel_gap": relative_gap},
+            options={"time_limit": time_limit, "mip_rel_gap": relative_gap, "node_limit": _NODES},
         )
         status = _STATUS.get(result.status, Status.FAILED)
         bound = float(result.mip_dual_bound) * scale if result.mip_dual_bound is not None else -np.inf

@@ -200,7 +200,7 @@ class Search:
         if gap <= _GAP or left < 1:
             return
         started = time.monotonic()
-        self._milp(found, budget_bytes, min(left, 10.0))
+        self._milp(found, budget_bytes, left)
         found.seconds_spent["milp"] = time.monotonic() - started
 
     def _milp(self, found: Found, budget_bytes: float, seconds: float) -> None:
