@@ -17,7 +17,6 @@ from jaxauto.core import Node
 from jaxauto.graph import value_bytes
 
 _SMALL = 0.005  # of a block's residual bytes: less is not worth a decision, and goes last
-_LIKENESS = 0.8  # of the residual bytes of a block that another has too, to do as it does
 _LAZY = 400  # residuals up to which prices are brought up to date; beyond, the first price counts
 
 
@@ -89,41 +88,6 @@ class _Greedy:
             found.add(node.id)
             wanted += [x for x in self.inputs[node.id] if x not in self.kept and x not in self.fixed]
         return found
-
-
-def after_the_model(block: Block, model: Block, drops: list[Drop]) -> list[Drop] | None:
-    """What ``block`` drops when it does as another block does, equation by equation; None if it is another kind of block.
-
-    Equations are known again by primitive and types, equal ones by their order, as in the policies of ``jax.checkpoint``. What is kept may
-    be no residual of this block: it is saved only where something is made from it.
-    """
-    theirs, ours = _words(model), _words(block)
-    known = {v for v, word in ours.items() if word in set(theirs.values())}
-    size = {v: value_bytes(block.graph.values[v]) * block.count for v in block.residuals}
-    if block.count != model.count or sum(size[v] for v in size if v in known) < _LIKENESS * sum(size.values()):
-        return None
-    found = []
-    kept = {v for v in block.residuals if v in ours}
-    for drop in drops:
-        words = {theirs[v] for v in drop.kept if v in theirs}
-        now = {v for v, word in ours.items() if word in words} | {v for v in kept if v not in known}
-        gone = sum(size[v] for v in size if v in kept and v not in now)
-        found.append(Drop(drop.price, drop.value, gone, frozenset(now)))
-        kept &= now
-    return [*found, Drop(math.inf, -1, sum(size[v] for v in kept), frozenset())]
-
-
-def _words(block: Block) -> dict[int, tuple]:
-    """Value → its equation's primitive and types, and which of the equal ones it is."""
-    values = block.graph.values
-    seen: dict[tuple, int] = {}
-    words = {}
-    for node in block.forward:
-        types = tuple((values[x].shape, str(values[x].dtype)) for x in (*node.inputs, *node.outputs) if isinstance(x, int))
-        for k, out in enumerate(node.outputs):
-            number = seen[node.prim, types, k] = seen.get((node.prim, types, k), -1) + 1
-            words[out] = (node.prim, types, k, number)
-    return words
 
 
 def form(block: Block) -> tuple:

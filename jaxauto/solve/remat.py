@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import Groups
 from jaxauto.rewrite.recompute import Rewritten, recompute
 from jaxauto.rules import rule_for
-from jaxauto.solve.frontier import Drop, after_the_model, form, frontier
+from jaxauto.solve.frontier import Drop, form, frontier
 
 MAX_LEVELS = 8
 _APART = 1.2  # prices nearer than this factor are one: alike layers shall not differ by rounding
@@ -79,16 +78,11 @@ class Remat:
         return found
 
     def _drops(self) -> list[list[Drop]]:
-        """For each block its residuals in the order that they are dropped in; alike blocks are solved once, by places of values.
-
-        The first and the last of a row of layers are cut off otherwise than those between: they do what the others do.
-        """
+        """For each block its residuals in the order that they are dropped in; alike blocks are solved once, by places of values."""
         solved: dict[tuple, list[tuple[float, int]]] = {}
         found: list[list[Drop]] = []
-        forms = [form(block) for block in self.blocks]
-        common = Counter(forms).most_common(1)
-        for block, key in zip(self.blocks, forms, strict=True):
-            place = {v: k for k, v in enumerate(block.residuals)}
+        for block in self.blocks:
+            key, place = form(block), {v: k for k, v in enumerate(block.residuals)}
             if key not in solved:
                 solved[key] = [(d.price, place[d.value]) for d in frontier(block, self.again_seconds)]
             kept = set(block.residuals)
@@ -98,11 +92,6 @@ class Remat:
                 kept.discard(value)
                 drops.append(Drop(price, value, value_bytes(self.graph.values[value]) * block.count, frozenset(kept)))
             found.append(drops)
-        if common and common[0][1] > 1:
-            model = forms.index(common[0][0])
-            for k, block in enumerate(self.blocks):
-                if forms[k] != forms[model]:
-                    found[k] = after_the_model(block, self.blocks[model], found[model]) or found[k]
         return found
 
     def _thresholds(self) -> list[float]:
