@@ -264,12 +264,14 @@ class MeshAxes:
     """A mesh as the cost model sees it: names, sizes, and what each axis communicates over.
 
     ``scatters``: the compiler has a reduce-scatter; XLA:CPU has none, it reduces whole and cuts.
+    ``sums_whole``: gathers and scatters over all devices together are written as all-reduces, and waited for: XLA:TPU on closed 3-D tori.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     links: tuple[AxisLink, ...]
     scatters: bool = True
+    sums_whole: bool = False
 
     @property
     def num_devices(self) -> int:

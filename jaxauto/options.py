@@ -75,7 +75,8 @@ def mesh_axes(shape: Mapping[str, int], target: Target) -> MeshAxes:
         links = part.axis_links(sizes)
     except TargetError:  # a shape that the topology does not know: neighbours over one link each
         links = tuple(AxisLink(target.chip.link_bandwidth, target.chip.hop_latency, wraps=False) for _ in sizes)
-    return MeshAxes(tuple(shape), sizes, links, scatters=target.chip.platform != "cpu")
+    closed = target.chip.platform == "tpu" and len(target.topology) == 3 and all(target.wraps) and total == target.num_devices
+    return MeshAxes(tuple(shape), sizes, links, scatters=target.chip.platform != "cpu", sums_whole=closed)
 
 
 def device_mesh(axes: MeshAxes, mesh: Any, target: Target, *, here: bool) -> Any:

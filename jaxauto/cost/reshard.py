@@ -32,7 +32,12 @@ from jaxauto.strategies import WHOLE, shards
 
 
 def passage_seconds(source: np.ndarray, target: np.ndarray, bytes_: float, mesh: MeshAxes, partial: np.ndarray | None = None) -> np.ndarray:
-    """Seconds for every pair of states.
+    """Seconds for every pair of states: the sum of ``passage_tables``."""
+    return passage_tables(source, target, bytes_, mesh, partial).sum(0)
+
+
+def passage_tables(source: np.ndarray, target: np.ndarray, bytes_: float, mesh: MeshAxes, partial: np.ndarray | None = None) -> np.ndarray:
+    """Seconds for every pair of states: of collectives that other work can hide, and of those that are waited for.
 
     Args:
       source: ``[a, axes]`` positions in the array's dimensions. target: ``[b, axes]``.
@@ -40,13 +45,20 @@ def passage_seconds(source: np.ndarray, target: np.ndarray, bytes_: float, mesh:
       partial: ``bool [a, axes]``, axes along which the source is a term of a sum.
 
     Returns:
-      ``float [a, b]``.
+      ``float [2, a, b]``.
     """
-    total = np.zeros((len(source), len(target)))
+    tables = np.zeros((2, len(source), len(target)))
     for kind, amount, axes, chosen in _steps(source, target, bytes_, mesh, partial):
         sizes, links = _subset(mesh, axes)
-        total[chosen] += collective_seconds(kind, amount, sizes, links)
-    return total
+        written = _written(kind, axes, mesh)
+        tables[int(written != kind)][chosen] += collective_seconds(written, amount, sizes, links)
+    return tables
+
+
+def _written(kind: str, axes: tuple[int, ...], mesh: MeshAxes) -> str:
+    """The collective that the compiler makes of one."""
+    whole = mesh.sums_whole and all(n == 1 or a in axes for a, n in enumerate(mesh.sizes))
+    return "all-reduce" if whole and kind in ("all-gather", "reduce-scatter") else kind
 
 
 def passage_collectives(
@@ -57,7 +69,8 @@ def passage_collectives(
     found = []
     for kind, amount, axes, _ in _steps(source[None], target[None], bytes_, mesh, part):
         sizes, links = _subset(mesh, axes)
-        found += [(kind, float(amount[0]), axes, float(collective_seconds(kind, amount, sizes, links)[0]))]
+        seconds = collective_seconds(_written(kind, axes, mesh), amount, sizes, links)
+        found += [(kind, float(amount[0]), axes, float(seconds[0]))]
     return found
 
 

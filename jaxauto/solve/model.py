@@ -21,7 +21,7 @@ import numpy as np
 from jaxauto.core import Kind, MeshAxes, Value
 from jaxauto.cost.compute import factor_dims, operation_seconds, traffic_seconds
 from jaxauto.cost.layout import padding
-from jaxauto.cost.reshard import passage_collectives, passage_seconds
+from jaxauto.cost.reshard import passage_collectives, passage_tables
 from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
 from jaxauto.solve.fold import Key
@@ -227,18 +227,23 @@ class Model:
                     self.states[a], self.states[b], dims, reduced, n, m
                 ),
             )
+            self._add_passage(resource, a, b, times, table)
+
+    def _add_passage(self, resource: str, a: int, b: int, times: float, tables: np.ndarray) -> None:
+        """``tables``: of ``passage_tables``; what is waited for is never prefetched."""
+        for kind, table in zip((resource, "blocking"), tables, strict=True):
             if table.any():
-                self.problem.add_pair(resource, a, b, times * table)
+                self.problem.add_pair(kind, a, b, times * table)
 
     def edge_table(self, source, target, dims, reduced, bytes_: float, result_bytes: float) -> np.ndarray:
         here, there, partial, sizes = edge_layout(source, target, dims, reduced, self.mesh.sizes)
-        table = passage_seconds(here, there, bytes_, self.mesh)
+        table = passage_tables(here, there, bytes_, self.mesh)
         if partial.any():
             local = result_bytes / sizes
             unsplit = np.full_like(here, WHOLE)
             for n in np.unique(local):
                 rows = local == n
-                table[rows] += passage_seconds(unsplit[rows], unsplit[:1], n, self.mesh, partial[rows])
+                table[:, rows] += passage_tables(unsplit[rows], unsplit[:1], n, self.mesh, partial[rows])
         return table
 
     def _operands(self) -> None:
@@ -254,12 +259,11 @@ class Model:
         for (g, v, dims, factors, bytes_, resource), times in count.items():
             table = self.cached(
                 ("operand", g, v, dims, factors, bytes_),
-                lambda g=g, v=v, dims=dims, factors=factors, n=bytes_: passage_seconds(
+                lambda g=g, v=v, dims=dims, factors=factors, n=bytes_: passage_tables(
                     project(self.states[g], dims), project(self.states[v], factors), n, self.mesh
                 ),
             )
-            if table.any():
-                self.problem.add_pair(resource, g, v, times * table)
+            self._add_passage(resource, g, v, times, table)
 
     def _results(self) -> None:
         count: dict[tuple, float] = defaultdict(float)
@@ -274,7 +278,7 @@ class Model:
         for (v, g, factors, dims, reduced, bytes_, resource), times in count.items():
             table = self.cached(
                 ("result", v, g, factors, dims, reduced, bytes_),
-                lambda v=v, g=g, factors=factors, dims=dims, reduced=reduced, n=bytes_: passage_seconds(
+                lambda v=v, g=g, factors=factors, dims=dims, reduced=reduced, n=bytes_: passage_tables(
                     project(self.states[v], factors),
                     project(self.states[g], dims),
                     n,
@@ -282,8 +286,7 @@ class Model:
                     np.isin(self.states[v], reduced) if reduced else None,
                 ),
             )
-            if table.any():
-                self.problem.add_pair(resource, v, g, times * table)
+            self._add_passage(resource, v, g, times, table)
 
     # ------------------------------------------------------------------------------------------------------------- the way back
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxauto.core import AxisLink, MeshAxes
 from jaxauto.cost.collectives import collective_seconds
-from jaxauto.cost.reshard import passage_collectives, passage_seconds
+from jaxauto.cost.reshard import passage_collectives, passage_seconds, passage_tables
 from jaxauto.strategies import states
 
 LINK = AxisLink(1e9, 1e-6)
@@ -48,6 +48,17 @@ def test_passages(name, source, target, partial, expected):
 def test_without_reduce_scatter_the_sum_is_whole():
     mesh = MeshAxes(MESH.names, MESH.sizes, MESH.links, scatters=False)
     assert steps((W, W), (0, W), (True, False), mesh) == [("all-reduce", 800.0, (0,))]
+
+
+def test_on_a_closed_torus_whole_gathers_are_sums_that_are_waited_for():
+    """As XLA:TPU writes them on 4x4x4 and larger; over a part of the devices a gather is a gather."""
+    closed = MeshAxes(MESH.names, MESH.sizes, MESH.links, sums_whole=True)
+    source, target = np.array([[0, 0], [0, 0]], np.int8), np.array([[W, W], [0, W]], np.int8)
+    hidden, waited = passage_tables(source[:1], target, 800.0, closed)
+    open_mesh = passage_seconds(source[:1], target, 800.0, MESH)
+    assert hidden[0, 0] == 0 and hidden[0, 1] == open_mesh[0, 1] > 0
+    assert waited[0, 0] == float(collective_seconds("all-reduce", 800.0, MESH.sizes, MESH.links)) and waited[0, 1] == 0
+    assert steps((0, 0), (W, W), mesh=closed) == [("all-gather", 800.0, (0, 1))], "by kind it is what it is for"
 
 
 @pytest.mark.parametrize("with_partial", [False, True])
