@@ -46,7 +46,8 @@ def out_shardings(step, args, mesh):
 
 def jit_step(step, args, mesh):
     """``step`` jitted with the plan's shardings; put its arguments with ``jax.device_put(args, in_shardings(args, mesh))``."""
-    return jax.jit(step, in_shardings=in_shardings(args, mesh), out_shardings=out_shardings(step, args, mesh), donate_argnums=DONATE)
+    shardings = {"in_shardings": in_shardings(args, mesh), "out_shardings": out_shardings(step, args, mesh)}
+    return jax.jit(step, **shardings, donate_argnums=DONATE, compiler_options=COMPILER_OPTIONS or None)
 
 
 def constrain(x, mesh, *spec):
@@ -117,6 +118,7 @@ def _data(plan: Plan) -> str:
         f"\n# Argument path (position, then keys) -> PartitionSpec.\n{note}SPECS = {{\n{specs}}}\n"
         f"\n# Of the results, in the order of jax.tree.leaves.\nOUT_SPECS = [\n{outs}]\n"
         f"\n# Arguments whose buffers the step may reuse.\nDONATE = {_donated(plan)!r}\n"
+        f"\n# What the compiler is told beside its defaults.\nCOMPILER_OPTIONS = {plan.compiler_options!r}\n"
     )
 
 

@@ -15,6 +15,7 @@ from jaxauto.core import Decisions, Estimate, Graph
 from jaxauto.errors import ArgumentError, PlanMismatchError
 from jaxauto.rewrite.apply import apply
 from jaxauto.targets import Target
+from jaxauto.targets.compilers import COMPILER_OPTIONS
 from jaxauto.trace import Traced, abstract
 
 
@@ -119,6 +120,11 @@ class Plan:
     def out_shardings(self) -> Any:
         return jax.tree_util.tree_unflatten(self._bound().traced.out_tree, self.flat_out_shardings)
 
+    @functools.cached_property
+    def compiler_options(self) -> dict[str, str]:
+        """XLA options by name that ``jit`` compiles the step with, for ``jax.jit(compiler_options=…)``."""
+        return dict(COMPILER_OPTIONS[Target(self.target).chip.platform])
+
     @property
     def checkpoint_policy(self) -> Callable:
         """The remat decision as a policy for ``jax.checkpoint(block, policy=…)``: saves the results of the primitives that are kept."""
@@ -169,7 +175,13 @@ class Plan:
         program = self._bound()
         fun = apply(program.graph, self.decisions, self.mesh)
         donate = tuple(k for k, d in enumerate(self.donated) if d)
-        return jax.jit(fun, in_shardings=tuple(self.flat_in_shardings), out_shardings=self.flat_out_shardings, donate_argnums=donate)
+        return jax.jit(
+            fun,
+            in_shardings=tuple(self.flat_in_shardings),
+            out_shardings=self.flat_out_shardings,
+            donate_argnums=donate,
+            compiler_options=self.compiler_options or None,
+        )
 
     def place(self, *args: Any) -> tuple:
         """Arguments put where the plan wants them: from the host, one device, or another sharding.

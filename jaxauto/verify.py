@@ -160,6 +160,7 @@ def compile_ahead(plan: Any, timeout: float) -> Compilation:
         tuple(plan.mesh.shape.values()),
         tuple(plan.mesh.axis_names),
         timeout=timeout,
+        options=plan.compiler_options,
     )
     memory = {"host temp": 0, "peak": 0, **{k.replace("_", " "): v for k, v in result.memory.items()}}
     return Compilation(result.compiler, result.text, memory, result.seconds)

@@ -25,6 +25,23 @@ TPU_ENVIRONMENT = MappingProxyType(
     }
 )
 # The CUDA plugin otherwise refuses to register without a driver and the CUDA libraries.
+# What a plan is compiled with, beside the compiler's defaults. TPU: all-gathers of weights run beside matmuls; by default v5p waits for
+# them (scripts/results/overlap.md). The flags are those of public training recipes (MaxText).
+COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "tpu": MappingProxyType(
+            {
+                "xla_tpu_enable_async_collective_fusion": "true",
+                "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+                "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
+                "xla_tpu_overlap_compute_collective_tc": "true",
+                "xla_enable_async_all_gather": "true",
+            }
+        ),
+        "gpu": MappingProxyType({}),
+        "cpu": MappingProxyType({}),
+    }
+)
 GPU_ENVIRONMENT = MappingProxyType({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"})
 
 _PACKAGES: Mapping[str, tuple[str, ...]] = {
