@@ -199,6 +199,7 @@ def verify(plan: Any, *, run: bool = False, steps: int = 3, timeout: float = 600
     ]
     notes = [f"{unmatched} collectives of the compiler span groups that are no mesh axes"] if unmatched else []
     notes += _written_otherwise(module) if mesh.scatters else []
+    notes += _added(by_kind)
     return Verification(
         plan.target, compilation.compiler, tuple(rows), tuple(by_kind), plan.budget_bytes, compilation.seconds, tuple(notes)
     )
@@ -232,6 +233,13 @@ def memory_rows(plan: Any, compilation: Compilation) -> list[Row]:
 
 def _part_bytes(aval: jax.ShapeDtypeStruct, sharding: Any) -> float:
     return float(math.prod(sharding.shard_shape(aval.shape))) * compat.itemsize(aval.dtype)
+
+
+def _added(collectives: list[Traffic]) -> list[str]:
+    """Names what the compiler added on its own: collectives that the plan has none of, over a hundredth of the bytes."""
+    threshold = 0.01 * sum(c.compiled for c in collectives)
+    own = [c for c in collectives if not c.estimated and c.compiled > threshold]
+    return [f"the compiler's own addition: {c.name}, {c.compiled / 2**20:,.1f} MiB in {c.compiled_count:g} calls" for c in own]
 
 
 def _written_otherwise(module: hlo.Module) -> list[str]:

@@ -77,6 +77,15 @@ def test_a_measured_step_joins_the_table(plan):
     assert row.compiled > 0 and row.unit == "seconds"
 
 
+def test_what_the_compiler_adds_is_named():
+    planned = verify.Traffic("all-gather over data", 1e6, 2, 1e6, 2)
+    added = verify.Traffic("collective-permute over data", 0.0, 0.0, 2.0**20, 7)
+    small = verify.Traffic("all-reduce over data", 0.0, 0.0, 100.0, 1)
+    assert verify._added([planned, added, small]) == [
+        "the compiler's own addition: collective-permute over data, 1.0 MiB in 7 calls",
+    ]
+
+
 def test_errors_are_relative_to_the_compiler():
     assert verify.Row("x", 110.0, 100.0, "bytes").error == pytest.approx(0.1)
     assert verify.Row("x", None, 100.0, "bytes").error is None
