@@ -91,7 +91,8 @@ def summary(rows: dict[str, dict]) -> str:
     for key, row in rows.items():
         model, _, target = key.rpartition(" @ ")
         by_target.setdefault(f"{target.split(' ')[0]}, {'small' if model.endswith('small') else 'larger'}", []).append((key, row))
-    head = "| target, models | plans | certified | of them fit | infeasible | rounds | memory error: median (5th to 95th) | flops | collectives |"
+    head = "| target, models | plans | certified | of them fit | infeasible | rounds |"
+    head += " memory error: median (5th to 95th) | flops | collectives |"
     lines = ["# Plans against the compilers of their targets", "", f"Made by scripts/bench_verify.py; jax {jax.__version__}.", ""]
     lines += ["An error is (estimated - compiled) / compiled; medians are of its size.", "", f"{head} time |", "|---|" + "---|" * 9]
     for target, cases in by_target.items():
