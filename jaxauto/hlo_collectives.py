@@ -123,7 +123,7 @@ class HloCollective:
     @property
     def windowed(self) -> bool:
         """One step of a ring that overlaps a matmul with its all-gather or reduce-scatter (windowed einsum)."""
-        return "windowed_dot_general" in self.computation
+        return _is_windowed(self.computation)
 
     @property
     def role_bytes(self) -> float:
@@ -190,10 +190,14 @@ def _collective(module: Module, computation: Computation, i: Instruction, *, tim
     )
 
 
+def _is_windowed(computation: str) -> bool:
+    return "windowed_dot_general" in computation  # as XLA names the bodies: windowed_dot_general_body_ag, _rs
+
+
 def _role(module: Module, computation: Computation, i: Instruction, kind: str) -> str:
     if kind == "all-reduce":
         return role(module, computation, i)
-    if kind == "collective-permute" and "windowed_dot_general" in computation.name:  # as XLA names the bodies
+    if kind == "collective-permute" and _is_windowed(computation.name):
         return "reduce-scatter" if "_rs" in computation.name else "all-gather"
     return kind
 

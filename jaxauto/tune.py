@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from jaxauto import aot
+from jaxauto import aot, hlo
 from jaxauto.errors import TargetError
 from jaxauto.plan import Plan
 from jaxauto.solve.search import Candidate
@@ -40,7 +40,7 @@ def tuned(plan: Plan, budget: float, options: Any, progress: Callable[[str], Non
         if compilation.device_bytes > budget:
             told.append(f"{_name(rival)} needs {compilation.device_bytes / 2**20:,.0f} MiB")
             continue
-        seconds = schedule_of(rival, compilation).total_seconds
+        seconds = schedule_of(rival, hlo.parse(compilation.text)).total_seconds
         told.append(f"{_name(rival)} {seconds * 1e3:.3f} ms (estimated {rival.estimate.step_time * 1e3:.3f})")
         judged.append((seconds, number, rival))
     if not judged:

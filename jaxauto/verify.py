@@ -179,7 +179,7 @@ def verify(plan: Any, *, run: bool = False, steps: int = 3, timeout: float = 600
     estimate = plan.estimate
     found, unmatched = compiled_collectives(module, mesh)
     planned = planned_collectives(estimate)
-    schedule = schedule_seconds(module, target.chip, lambda c: hlo_collective_seconds(c, mesh))
+    schedule = schedule_of(plan, module)
     rows = [
         *memory_rows(plan, compilation),
         Row("matrix flops", estimate.flops, module.flops, "flops"),
@@ -205,11 +205,11 @@ def verify(plan: Any, *, run: bool = False, steps: int = 3, timeout: float = 600
     )
 
 
-def schedule_of(plan: Any, compilation: Compilation) -> ScheduleTime:
-    """Seconds of a compiled plan by the roofline of its schedule, collectives included."""
+def schedule_of(plan: Any, module: hlo.Module) -> ScheduleTime:
+    """Seconds of a compiled plan by the roofline of its schedule, collectives included; ``module``: what it was compiled to."""
     target = Target(plan.target)
     mesh = mesh_axes(dict(plan.mesh.shape), target)
-    return schedule_seconds(hlo.parse(compilation.text), target.chip, lambda c: hlo_collective_seconds(c, mesh))
+    return schedule_seconds(module, target.chip, lambda c: hlo_collective_seconds(c, mesh))
 
 
 def memory_rows(plan: Any, compilation: Compilation) -> list[Row]:
@@ -243,13 +243,12 @@ def _added(collectives: list[Traffic]) -> list[str]:
 
 
 def _written_otherwise(module: hlo.Module) -> list[str]:
-    disguised: dict[str, float] = defaultdict(float)
+    """Says where collectives have another form than they are planned in: gathers as sums, scatters as rings of permutes."""
+    disguised: dict[tuple[str, str], float] = defaultdict(float)
     for c in module.collectives:
         if c.role != c.kind:
-            disguised[c.role] += c.count
-    return [
-        f"the compiler writes {count:g} {kind}s as all-reduces; the step time charges them as such" for kind, count in disguised.items()
-    ]
+            disguised[c.role, c.kind] += c.count
+    return [f"the compiler writes {role}s as {n:g} {kind}s; its step time charges them as such" for (role, kind), n in disguised.items()]
 
 
 def planned_collectives(estimate: Estimate) -> dict[tuple[str, tuple[str, ...]], tuple[float, float]]:

@@ -18,6 +18,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import models  # noqa: E402
 
 import jaxauto  # noqa: E402
+from jaxauto import hlo  # noqa: E402
 from jaxauto.verify import compile_plan, schedule_of  # noqa: E402
 
 CASES = (("v5p:4x4x8", {"data": 64, "model": 2}, 128), ("v5p:2x2x4", {"data": 16}, 32), ("v5e:8x8", {"data": 64}, 64))
@@ -33,7 +34,7 @@ def rows(target: str, mesh: dict[str, int], batch: int) -> list[str]:
     found = []
     for name, one in (("defaults", plain), ("options of the plan", plan)):
         compilation = compile_plan(one)
-        clock = schedule_of(one, compilation)
+        clock = schedule_of(one, hlo.parse(compilation.text))
         milliseconds = (clock.total_seconds, clock.compute_seconds, clock.collective_seconds, clock.exposed_collective_seconds)
         found.append(
             f"| {target} {'x'.join(map(str, mesh.values()))} | {name} | {' | '.join(f'{1e3 * s:.1f}' for s in milliseconds)} | "

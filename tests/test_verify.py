@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -83,6 +85,19 @@ def test_what_the_compiler_adds_is_named():
     small = verify.Traffic("all-reduce over data", 0.0, 0.0, 100.0, 1)
     assert verify._added([planned, added, small]) == [
         "the compiler's own addition: collective-permute over data, 1.0 MiB in 7 calls",
+    ]
+
+
+def test_collectives_of_another_form_are_named_by_both():
+    made = lambda kind, role, count: SimpleNamespace(kind=kind, role=role, count=count)  # noqa: E731
+    found = [
+        made("all-reduce", "all-gather", 3.0),
+        made("collective-permute", "reduce-scatter", 8.0),
+        made("all-gather", "all-gather", 1.0),
+    ]
+    assert verify._written_otherwise(SimpleNamespace(collectives=found)) == [
+        "the compiler writes all-gathers as 3 all-reduces; its step time charges them as such",
+        "the compiler writes reduce-scatters as 8 collective-permutes; its step time charges them as such",
     ]
 
 
