@@ -8,26 +8,12 @@ from jaxauto.core import OPERATIONS, Graph, LinkKind, OpRule, Value
 from jaxauto.graph import value_bytes, walk
 
 # Compilers make what comes of these again inside whatever reads it.
-_SPREADING = frozenset(["broadcast_in_dim", "iota", "convert_element_type", "reshape", "squeeze", "expand_dims", "transpose", "copy"])
-_SPREADING |= {
-    "add",
-    "sub",
-    "mul",
-    "neg",
-    "not",
-    "and",
-    "or",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "max",
-    "min",
-    "select_n",
-    "stop_gradient",
-}
+# fmt: off
+_SPREADING = frozenset([
+    "add", "and", "broadcast_in_dim", "convert_element_type", "copy", "eq", "expand_dims", "ge", "gt", "iota", "le", "lt", "max", "min",
+    "mul", "ne", "neg", "not", "or", "reshape", "select_n", "squeeze", "stop_gradient", "sub", "transpose",
+])
+# fmt: on
 
 
 def feeding_operations(graph: Graph, rules: Mapping[int, OpRule]) -> set[int]:

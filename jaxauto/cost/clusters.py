@@ -4,7 +4,7 @@ A cluster is one dot and the fused values that are made of its result before ano
 - the result itself is not written, nor what only the cluster reads (scores and their maxima before a softmax)     ``Found.absorbed``
 - an elementwise operand is not written either: a dot reads what that is made of (a convolution would make it     ``Clusters.feed``
   once for each tap)
-- HBM traffic runs beside the flops: of B bytes only what exceeds ``flops * bytes_per_flop`` costs time            ``_Cluster.exposed``
+- HBM traffic runs beside the flops: of B bytes only what exceeds ``flops * bytes_per_flop`` costs time            ``Clusters._charge``
 """
 
 from __future__ import annotations
@@ -155,12 +155,6 @@ class Clusters:
         value = self.values[number]
         summed = value.producer.inputs[0] if value.producer is not None else None
         return self.values[summed].aval.size / max(1, value.aval.size) if isinstance(summed, int) else 1.0
-
-    def _goes_along(self, node: Node, user: Node) -> bool:
-        """Whether ``user`` can be in one fusion with the dot ``node``: not of another pass, no operation, no barrier."""
-        if user.prim in _WALLS or user.id not in self.rules or user.backward != node.backward:
-            return False
-        return self.rules[user.id].kind not in FUSING | {Kind.GATHER, Kind.SCATTER, Kind.OPAQUE}
 
     def _charge(self, cluster: _Cluster, result: Found) -> None:
         rule, bytes_ = self.rules[cluster.node.id], lambda n: value_bytes(self.values[n])

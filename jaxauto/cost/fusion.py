@@ -197,12 +197,13 @@ class _Fusion:
             self.summed.add(number)
         moved = (kind is Kind.MOVE and node.prim != "transpose") or any(x in self.moved for x in operands)  # a transpose is a layout
         wanted = kind in _WRITES or number in outputs or any(self.is_read(value, u, roots) for u in value.users)
-        if not wanted and self.fans_out(value, roots) and self.clusters and self.widens(node):
+        fans_out = not wanted and self.fans_out(value, roots)
+        if fans_out and self.clusters and self.widens(node):
             (operand,) = operands  # kept as narrow as it was
             del self.virtual[operand]
             self.keep(node, operand, roots)
             self.virtual[number] = frozenset((operand,))
-        elif wanted or self.fans_out(value, roots):
+        elif wanted or fans_out:
             self.keep(node, number, roots if kind not in _READS else None)
             if kind in OPERATIONS:
                 self.unwritten.add(number)

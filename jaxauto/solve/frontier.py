@@ -59,12 +59,11 @@ class _Greedy:
         highest = 0.0
         while heap:
             price, value = heapq.heappop(heap)
-            if len(self.bytes_) <= _LAZY and heap and (now := self.price(value)) > heap[0][0]:
-                heapq.heappush(heap, (now, value))  # dearer than it was when others were kept
-                if now > price:
+            if len(self.bytes_) <= _LAZY:
+                price = self.price(value)
+                if heap and price > heap[0][0]:  # dearer than it was when others were kept
+                    heapq.heappush(heap, (price, value))
                     continue
-                heap.remove((now, value))
-                heapq.heapify(heap)
             highest = max(highest, price)
             self.kept.discard(value)
             self.again |= self.needed(value)

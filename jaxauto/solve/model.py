@@ -12,7 +12,7 @@ Alike groups and operations share one variable (``fold.py``); their tables are s
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,7 @@ class Model:
         self.problem = Problem.empty()
         self.variable: dict[Key, int] = {}
         self.states: list[np.ndarray] = []
-        self.narrowing = _narrowing(program.groups)
+        self.narrowing = self.cached(("narrowing",), lambda: _narrowing(program.groups))
         self.operation_of: dict[int, Operation] = {}
         allowed = allowed or {}
         merged: dict[Key, np.ndarray] = {}
@@ -105,7 +105,7 @@ class Model:
         index: dict[tuple, int] = {}
         self.buffer_class = np.empty(len(self.buffers.ids), int)
         tile, values, b = self.chip.tile, self.variant.rewritten.graph.values, self.buffers
-        spatial = _spatial(self.groups) if tile else frozenset()
+        spatial = self.cached(("spatial",), lambda: _spatial(self.groups)) if tile else frozenset()
         for k, (number, stacked) in enumerate(zip(self.variant.origin, self.variant.stacked, strict=True)):
             group, dims = self.groups.place[int(number)]
             dims = (WHOLE, *dims) if stacked else dims
@@ -161,20 +161,23 @@ class Model:
         times = np.array([self._times_of(int(n)) for n in self.variant.origin], float)
         moved = b.bytes_ * (b.reads + b.written) * times
         by_class = np.bincount(self.buffer_class, moved, minlength=len(self.classes))
-        fleeting = (b.end - b.start <= _FLEETING) & ~b.is_input & ~self.variant.stacked & (moved > 0)
+        fleeting = np.nonzero((b.end - b.start <= _FLEETING) & ~b.is_input & ~self.variant.stacked & (moved > 0))[0]
+        fleeting = fleeting[np.lexsort((b.bytes_[fleeting], self.buffer_class[fleeting]))]
+        found, first = np.unique(self.buffer_class[fleeting], return_index=True)
+        fleeting_of = dict(zip(found.tolist(), np.split(fleeting, first[1:]), strict=False))
         fed = b.is_input & ~np.isin(self.variant.origin, list(self.program.known_early))
         from_host = np.bincount(self.buffer_class, b.bytes_ * fed, minlength=len(self.classes))
         for c, (v, _) in enumerate(self.classes):
             if by_class[c]:
-                near = self._kept_near(c, fleeting, moved) if self.chip.vmem_bytes else 0.0
+                near = self._kept_near(c, fleeting_of.get(c), moved) if self.chip.vmem_bytes else 0.0
                 self.problem.add_unary("compute", v, traffic_seconds((by_class[c] - near) / self.pieces[c], self.chip))
             if from_host[c]:  # the batch comes anew each step: what a device does not get need not be sent
                 self.problem.add_unary("prefetch", v, from_host[c] / self.pieces[c] / self.chip.host_bandwidth)
 
-    def _kept_near(self, c: int, fleeting: np.ndarray, moved: np.ndarray) -> np.ndarray:
-        """Of the bytes that a class moves, those of short-lived buffers that fit on-chip memory, for each state."""
-        mine = np.nonzero(fleeting & (self.buffer_class == c))[0]
-        mine = mine[np.argsort(self.buffers.bytes_[mine])]
+    def _kept_near(self, c: int, mine: np.ndarray | None, moved: np.ndarray) -> np.ndarray | float:
+        """Of the bytes that class ``c`` moves, those of its short-lived buffers (``mine``, by size) that fit on-chip memory, by state."""
+        if mine is None:
+            return 0.0
         fitting = np.searchsorted(self.buffers.bytes_[mine], _VMEM_SHARE * self.chip.vmem_bytes * self.pieces[c], side="right")
         return np.concatenate([[0.0], np.cumsum(moved[mine])])[fitting]
 
@@ -201,7 +204,7 @@ class Model:
         """Bytes of the array that an edge reshards: what a conversion that narrows makes, not what it reads."""
         return self.passage_bytes(e.result if e.node in self.narrowing else e.value)
 
-    def cached(self, key: tuple, make) -> np.ndarray:
+    def cached(self, key: tuple, make: Callable[[], Any]) -> Any:
         """A table that does not depend on rematerialisation: variables are numbered alike in all models of a program and mesh."""
         if key not in self.cache:
             self.cache[key] = make()
