@@ -17,6 +17,7 @@ from jaxauto.targets.target import Target, resolve
 
 AXIS_NAMES = ("data", "model", "expert", "stage")
 DEFAULT_SHARE = 0.92  # of what the chip has: room for fragmentation and the runtime
+_WINDOWS = {"tpu": 32}  # seen in schedules: gradients scattered over more devices are waited for
 
 _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -76,7 +77,9 @@ def mesh_axes(shape: Mapping[str, int], target: Target) -> MeshAxes:
     except TargetError:  # a shape that the topology does not know: neighbours over one link each
         links = tuple(AxisLink(target.chip.link_bandwidth, target.chip.hop_latency, wraps=False) for _ in sizes)
     closed = target.chip.platform == "tpu" and len(target.topology) == 3 and all(target.wraps) and total == target.num_devices
-    return MeshAxes(tuple(shape), sizes, links, scatters=target.chip.platform != "cpu", sums_whole=closed)
+    return MeshAxes(
+        tuple(shape), sizes, links, scatters=target.chip.platform != "cpu", sums_whole=closed, windows=_WINDOWS.get(target.chip.platform)
+    )
 
 
 def device_mesh(axes: MeshAxes, mesh: Any, target: Target, *, here: bool) -> Any:

@@ -30,6 +30,7 @@ from bench_vision import (
     train_step,
     weight,
 )
+from layouts import put
 from models import GPT, LLAMA, Decoder, rms_norm, step_and_args
 
 # ------------------------------------------------------------------------------------------------------------- encoder
@@ -124,19 +125,21 @@ def moe(config: Decoder, experts: int = 8, choices: int = 2) -> tuple[Callable, 
     def expert_mlp(layer: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         scores = jax.nn.softmax(x.astype(jnp.float32) @ layer["router"], axis=-1)
         combine, balance = routes(scores, choices, capacity)
-        sent = jnp.einsum("blec,bld->ebcd", (combine > 0).astype(x.dtype), x)
+        sent = put(jnp.einsum("blec,bld->ebcd", (combine > 0).astype(x.dtype), x), "expert groups capacity features")
         hidden = jax.nn.silu(jnp.einsum("ebcd,edh->ebch", sent, layer["up"].astype(x.dtype)))
-        back = jnp.einsum("ebch,ehd->ebcd", hidden, layer["down"].astype(x.dtype))
-        return jnp.einsum("blec,ebcd->bld", combine, back), balance
+        hidden = put(hidden, "expert groups capacity hidden")
+        back = put(jnp.einsum("ebch,ehd->ebcd", hidden, layer["down"].astype(x.dtype)), "expert groups capacity features")
+        return put(jnp.einsum("blec,ebcd->bld", combine, back), "batch sequence width", "mlp"), balance
 
     def block(layer: dict, carry: tuple) -> tuple:
         x, total = carry
         with jax.named_scope("attention"):
-            normed = rms_norm(x, layer["attention_norm"])
-            x = x + attend(layer["attention"], normed, normed, jnp.tril(jnp.ones((c.length, c.length), bool)))
+            normed = put(rms_norm(x, layer["attention_norm"]), "batch length features")
+            mixed = attend(layer["attention"], normed, normed, jnp.tril(jnp.ones((c.length, c.length), bool)))
+            x = put(x + mixed, "batch sequence width")
         with jax.named_scope("mlp"):
-            y, balance = expert_mlp(layer, rms_norm(x, layer["mlp_norm"]))
-        return x + y, total + balance
+            y, balance = expert_mlp(layer, put(rms_norm(x, layer["mlp_norm"]), "batch length features"))
+        return put(x + y, "batch sequence width"), total + balance
 
     def loss_fn(params: dict, tokens: jax.Array, labels: jax.Array) -> jax.Array:
         with jax.named_scope("embed"):

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from layouts import checkpointed, put
 from models import Decoder
 
 COMPUTE = jnp.bfloat16
@@ -70,6 +71,7 @@ def repeated(make_layer: Callable[[], Any], config: Decoder) -> Any:
 
 def run_layers(block: Callable[[Any, Any], Any], layers: Any, x: Any) -> Any:
     """``x = block(layer, x)`` for each layer, as one ``lax.scan`` or a Python loop: what :func:`repeated` made."""
+    block = checkpointed(block)
     if isinstance(layers, list):
         for number, layer in enumerate(layers):
             with jax.named_scope(f"layer{number}"):
@@ -122,17 +124,20 @@ def dense(layers: list[dict], x: jax.Array, activation: Callable = jax.nn.gelu) 
     for number, layer in enumerate(layers):
         x = activation(x) if number else x
         x = x @ layer["weight"].astype(x.dtype) + layer["bias"].astype(x.dtype)
+        x = put(x, "batch length hidden") if x.ndim == 3 and number + 1 < len(layers) else x
     return x
 
 
 def attend(params: dict, x: jax.Array, memory: jax.Array, mask: jax.Array | None = None) -> jax.Array:
     """Multi-head attention of ``x`` (batch, length, width) to ``memory``; ``mask`` broadcasts to (batch, heads, length, memory length)."""
-    query = jnp.einsum("bld,dhk->blhk", x, params["query"].astype(x.dtype))
+    query = put(jnp.einsum("bld,dhk->blhk", x, params["query"].astype(x.dtype)), "batch length heads head_dim")
     key, value = (jnp.einsum("bmd,dhk->bmhk", memory, params[name].astype(x.dtype)) for name in ("key", "value"))
+    key, value = put(key, "batch memory kv_heads head_dim"), put(value, "batch memory kv_heads head_dim")
     scores = jnp.einsum("blhk,bmhk->bhlm", query, key, preferred_element_type=jnp.float32) / math.sqrt(query.shape[-1])
     scores = scores if mask is None else jnp.where(mask, scores, -1e30)
     mixed = jnp.einsum("bhlm,bmhk->blhk", jax.nn.softmax(scores, axis=-1).astype(x.dtype), value)
-    return jnp.einsum("blhk,hkd->bld", mixed, params["out"].astype(x.dtype))
+    mixed = put(mixed, "batch length heads head_dim")
+    return put(jnp.einsum("blhk,hkd->bld", mixed, params["out"].astype(x.dtype)), "batch sequence width", "attention")
 
 
 def conv(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
@@ -167,10 +172,11 @@ def vit(config: Decoder, image: int, patch: int, classes: int) -> tuple[Callable
 
     def block(layer: dict, x: jax.Array) -> jax.Array:
         with jax.named_scope("attention"):
-            normed = layer_norm(x, layer["norm1"])
-            x = x + attend(layer["attention"], normed, normed)
+            normed = put(layer_norm(x, layer["norm1"]), "batch length features")
+            x = put(x + attend(layer["attention"], normed, normed), "batch sequence width")
         with jax.named_scope("mlp"):
-            return x + dense(layer["mlp"], layer_norm(x, layer["norm2"]))
+            y = dense(layer["mlp"], put(layer_norm(x, layer["norm2"]), "batch length features"))
+            return put(x + put(y, "batch sequence width", "mlp"), "batch sequence width")
 
     def loss_fn(params: dict, images: jax.Array, labels: jax.Array) -> jax.Array:
         with jax.named_scope("embed"):
@@ -252,8 +258,8 @@ def double_params(channels: int, features: int) -> dict:
 
 def double_conv(params: dict, x: jax.Array) -> jax.Array:
     """Two 3×3 convolutions, each normed."""
-    x = jax.nn.silu(group_norm(conv(x, params["conv1"]), params["norm1"]))
-    return jax.nn.silu(group_norm(conv(x, params["conv2"]), params["norm2"]))
+    x = put(jax.nn.silu(group_norm(conv(x, params["conv1"]), params["norm1"])), "batch rows columns channels")
+    return put(jax.nn.silu(group_norm(conv(x, params["conv2"]), params["norm2"])), "batch rows columns channels", "mlp")
 
 
 def unet(levels: int, base: int, image: int, batch: int) -> tuple[Callable, tuple]:
@@ -270,17 +276,18 @@ def unet(levels: int, base: int, image: int, batch: int) -> tuple[Callable, tupl
         }
 
     def loss_fn(params: dict, noisy: jax.Array, clean: jax.Array) -> jax.Array:
+        stage = checkpointed(double_conv)
         x, skips = noisy.astype(COMPUTE), []
         for level, layer in enumerate(params["down"]):
             with jax.named_scope(f"down{level}"):
-                skips.append(double_conv(layer, x))
+                skips.append(stage(layer, x))
                 x = jax.lax.reduce_window(skips[-1], -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
         with jax.named_scope("middle"):
-            x = double_conv(params["middle"], x)
+            x = stage(params["middle"], x)
         for level in reversed(range(levels)):
             with jax.named_scope(f"up{level}"):
                 x = jax.lax.conv_transpose(x, params["grow"][level].astype(x.dtype), (2, 2), "SAME", dimension_numbers=IMAGE_LAYOUT)
-                x = double_conv(params["up"][level], jnp.concatenate([skips[level], x], axis=-1))
+                x = stage(params["up"][level], jnp.concatenate([skips[level], x], axis=-1))
         with jax.named_scope("head"):
             return jnp.mean((conv(x, params["head"]).astype(jnp.float32) - clean) ** 2)
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from layouts import checkpointed, put
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Decoder:
     length: int = 1024
     scan: bool = True
     remat: bool = False  # jax.checkpoint around each layer
+    chunk: int = 0  # keys that attention takes at a time; 0: all
     compute: Any = jnp.bfloat16
     stored: Any = jnp.float32
 
@@ -104,34 +106,68 @@ def attention(config: Decoder, layer: dict, x: jax.Array) -> jax.Array:
     """Causal, grouped queries; scores in float32."""
     c = config
     query, key, value = (jnp.einsum("bld,dhk->blhk", x, layer[name].astype(x.dtype)) for name in ("query", "key", "value"))
-    query, key = rotary(query), rotary(key)
+    query = put(rotary(query), "batch length heads head_dim")
+    key, value = put(rotary(key), "batch memory kv_heads head_dim"), put(value, "batch memory kv_heads head_dim")
     query = query.reshape(*query.shape[:2], c.kv_heads, c.heads // c.kv_heads, c.head_dim)
-    scores = jnp.einsum("blhgk,bmhk->bhglm", query, key, preferred_element_type=jnp.float32) / math.sqrt(c.head_dim)
-    scores = jnp.where(jnp.tril(jnp.ones((c.length, c.length), bool)), scores, -1e30)
-    weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-    mixed = jnp.einsum("bhglm,bmhk->blhgk", weights, value)
-    return jnp.einsum("blhk,hkd->bld", mixed.reshape(*mixed.shape[:2], c.heads, c.head_dim), layer["out"].astype(x.dtype))
+    if c.chunk:
+        mixed = blockwise(query, key, value, c.chunk)
+    else:
+        scores = jnp.einsum("blhgk,bmhk->bhglm", query, key, preferred_element_type=jnp.float32) / math.sqrt(c.head_dim)
+        scores = jnp.where(jnp.tril(jnp.ones((c.length, c.length), bool)), scores, -1e30)
+        weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+        mixed = jnp.einsum("bhglm,bmhk->blhgk", weights, value)
+    mixed = put(mixed.reshape(*mixed.shape[:2], c.heads, c.head_dim), "batch length heads head_dim")
+    return put(jnp.einsum("blhk,hkd->bld", mixed, layer["out"].astype(x.dtype)), "batch sequence width", "attention")
+
+
+def blockwise(query: jax.Array, key: jax.Array, value: jax.Array, chunk: int) -> jax.Array:
+    """Causal attention that never holds all scores (arXiv 2112.05682): a scan over chunks of keys with a running softmax.
+
+    Args:
+        query: (batch, length, kv heads, group, head_dim). key, value: (batch, length, kv heads, head_dim).
+    """
+    scale, rows = 1 / math.sqrt(query.shape[-1]), jnp.arange(query.shape[1])
+
+    @jax.checkpoint
+    def body(carry: tuple, now: tuple) -> tuple:
+        total, mixed, most = carry
+        start, key, value = now
+        scores = jnp.einsum("blhgk,bmhk->bhglm", query, key, preferred_element_type=jnp.float32) * scale
+        scores = jnp.where(rows[:, None] >= start + jnp.arange(chunk), scores, -1e30)
+        higher = jnp.maximum(most, jnp.max(scores, axis=-1))
+        weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(most - higher)
+        new = jnp.einsum("bhglm,bmhk->bhglk", weights.astype(value.dtype), value).astype(jnp.float32)
+        return (total * shrink + jnp.sum(weights, axis=-1), mixed * shrink[..., None] + new, higher), None
+
+    def chunks(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
+
+    shape = (query.shape[0], *query.shape[2:4], query.shape[1])
+    empty = (jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, query.shape[-1]), jnp.float32), jnp.full(shape, -1e30, jnp.float32))
+    starts = jnp.arange(0, key.shape[1], chunk)
+    (total, mixed, _), _ = jax.lax.scan(body, empty, (starts, chunks(key), chunks(value)))
+    return jnp.transpose(mixed / total[..., None], (0, 3, 1, 2, 4)).astype(query.dtype)
 
 
 def mlp(layer: dict, x: jax.Array) -> jax.Array:
     """SwiGLU."""
-    gate, up = x @ layer["gate"].astype(x.dtype), x @ layer["up"].astype(x.dtype)
-    return (jax.nn.silu(gate) * up) @ layer["down"].astype(x.dtype)
+    gate, up = (put(x @ layer[name].astype(x.dtype), "batch length hidden") for name in ("gate", "up"))
+    return put((jax.nn.silu(gate) * up) @ layer["down"].astype(x.dtype), "batch sequence width", "mlp")
 
 
 def block(config: Decoder, layer: dict, x: jax.Array) -> jax.Array:
     """One layer."""
     with jax.named_scope("attention"):
-        x = x + attention(config, layer, rms_norm(x, layer["attention_norm"]))
+        x = put(x + attention(config, layer, put(rms_norm(x, layer["attention_norm"]), "batch length features")), "batch sequence width")
     with jax.named_scope("mlp"):
-        return x + mlp(layer, rms_norm(x, layer["mlp_norm"]))
+        return put(x + mlp(layer, put(rms_norm(x, layer["mlp_norm"]), "batch length features")), "batch sequence width")
 
 
 def loss_fn(config: Decoder, params: dict, tokens: jax.Array, labels: jax.Array) -> jax.Array:
     """Mean cross-entropy of the next token, in float32."""
     with jax.named_scope("embed"):
-        x = params["embed"].astype(config.compute)[tokens]
-    body = lambda layer, x: block(config, layer, x)  # noqa: E731
+        x = put(params["embed"].astype(config.compute)[tokens], "batch sequence width")
+    body = checkpointed(lambda layer, x: block(config, layer, x))
     body = jax.checkpoint(body) if config.remat else body
     if config.scan:
         with jax.named_scope("layers"):
@@ -141,7 +177,8 @@ def loss_fn(config: Decoder, params: dict, tokens: jax.Array, labels: jax.Array)
             with jax.named_scope(f"layer{number}"):
                 x = body(layer, x)
     with jax.named_scope("head"):
-        logits = (rms_norm(x, params["norm"]) @ params["head"].astype(config.compute)).astype(jnp.float32)
+        x = put(rms_norm(x, params["norm"]), "batch length features")
+        logits = put((x @ params["head"].astype(config.compute)).astype(jnp.float32), "batch length vocab")
         picked = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)
         return -jnp.mean(picked)
 

@@ -15,13 +15,15 @@ dimension → whole      all-gather                             local bytes × a
 =====================  =====================================  =========================
 
 in this order, so that what makes the array smaller comes first. Axes that need the same collective share one, all-gathers dimension by
-dimension. Axes on one dimension are in mesh order, major first: where an axis joins or leaves on the major side of one that stays, the
-pieces are in another order than the mesh's, and change places.
+dimension, but for gathers over all devices where the compiler writes those as one all-reduce (``MeshAxes.sums_whole``). Axes on one
+dimension are in mesh order, major first: where an axis joins or leaves on the major side of one that stays, the pieces are in another order
+than the mesh's, and change places.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -29,6 +31,8 @@ import numpy as np
 from jaxauto.core import MeshAxes
 from jaxauto.cost.collectives import collective_seconds
 from jaxauto.strategies import WHOLE, shards
+
+_SUMS = ("all-reduce", "reduce-scatter")
 
 
 def passage_seconds(source: np.ndarray, target: np.ndarray, bytes_: float, mesh: MeshAxes, partial: np.ndarray | None = None) -> np.ndarray:
@@ -48,17 +52,39 @@ def passage_tables(source: np.ndarray, target: np.ndarray, bytes_: float, mesh: 
       ``float [2, a, b]``.
     """
     tables = np.zeros((2, len(source), len(target)))
+    several = np.broadcast_to(_sums_in_parts(target, partial), tables.shape[1:])
     for kind, amount, axes, chosen in _steps(source, target, bytes_, mesh, partial):
         sizes, links = _subset(mesh, axes)
         written = _written(kind, axes, mesh)
-        tables[int(written != kind)][chosen] += collective_seconds(written, amount, sizes, links)
+        seconds = collective_seconds(written, amount, sizes, links)
+        waits = several[chosen] | _waits(kind, axes, mesh) if kind in _SUMS and mesh.windows else np.full(len(amount), written != kind)
+        tables[0][chosen] += np.where(waits, 0.0, seconds)
+        tables[1][chosen] += np.where(waits, seconds, 0.0)
     return tables
 
 
 def _written(kind: str, axes: tuple[int, ...], mesh: MeshAxes) -> str:
     """The collective that the compiler makes of one."""
-    whole = mesh.sums_whole and all(n == 1 or a in axes for a, n in enumerate(mesh.sizes))
-    return "all-reduce" if whole and kind in ("all-gather", "reduce-scatter") else kind
+    return "all-reduce" if mesh.sums_whole and _is_whole(axes, mesh) and kind in ("all-gather", "reduce-scatter") else kind
+
+
+def _is_whole(axes: tuple[int, ...], mesh: MeshAxes) -> bool:
+    return all(n == 1 or a in axes for a, n in enumerate(mesh.sizes))
+
+
+def _waits(kind: str, axes: tuple[int, ...], mesh: MeshAxes) -> bool:
+    """Whether a sum cannot run beside the dot that makes it."""
+    return kind == "all-reduce" or math.prod(mesh.sizes[a] for a in axes) > (mesh.windows or 0)
+
+
+def _sums_in_parts(target: np.ndarray, partial: np.ndarray | None) -> np.ndarray:
+    """Pairs whose sum goes to more than one place, some of it whole or to two dimensions: ``bool [a, b]``."""
+    if partial is None:
+        return np.zeros((1, len(target)), bool)
+    t, p = target[None], partial[:, None]
+    low = np.where(p, t, np.iinfo(t.dtype).max).min(-1)
+    high = np.where(p, t, np.iinfo(t.dtype).min).max(-1)
+    return low < high
 
 
 def passage_collectives(
@@ -88,7 +114,7 @@ def _steps(source, target, bytes_, mesh, partial) -> Iterator[tuple[str, np.ndar
     scatter, reduce_ = p & ~whole_t, p & whole_t
     cut = whole_s & ~p & ~whole_t
     exchange = ~whole_s & ~whole_t & (s != t)
-    gather = ~whole_s & whole_t
+    gather = np.array(np.broadcast_to(~whole_s & whole_t, np.broadcast_shapes(s.shape, t.shape)))
 
     for axes, chosen in _by_axes(scatter):
         yield "reduce-scatter" if mesh.scatters else "all-reduce", local[chosen], axes, chosen
@@ -100,6 +126,11 @@ def _steps(source, target, bytes_, mesh, partial) -> Iterator[tuple[str, np.ndar
         yield "all-to-all", local[chosen] * np.prod(sizes[list(axes)]), axes, chosen
     for axes, chosen in _by_axes(_reordered(s, t)):
         yield "collective-permute", local[chosen] * np.prod(sizes[list(axes)]), axes, chosen
+    if mesh.sums_whole:
+        for axes, chosen in _by_axes(gather):
+            if _is_whole(axes, mesh):
+                yield "all-gather", local[chosen] * np.prod(sizes[list(axes)]), axes, chosen
+                gather[chosen] = False
     for dim in range(int(source.max(initial=WHOLE)) + 1):  # one all-gather joins pieces along one dimension
         for axes, chosen in _by_axes(gather & (s == dim)):
             full = local[chosen] * np.prod(sizes[list(axes)])

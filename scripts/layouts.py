@@ -1,0 +1,90 @@
+"""Shardings as an expert writes them: a model names its dimensions, a table says which mesh axes each name is split over.
+
+The way of MaxText and ``flax.linen.logical_axis_rules``. Without a layout (``use`` not entered) ``put`` and ``checkpointed`` do nothing and
+leave no trace in the program: the same source is the plain model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+POLICIES = {
+    "everything": None,  # no jax.checkpoint
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "dots, no batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "block outputs": jax.checkpoint_policies.save_only_these_names("attention", "mlp"),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``rules``: name of a dimension → mesh axes; ``policy``: of ``jax.checkpoint`` around each block, a key of ``POLICIES``."""
+
+    mesh: AbstractMesh
+    rules: Mapping[str, str | Sequence[str]]
+    policy: str = "everything"
+
+    def spec(self, shape: Sequence[int], names: Sequence[str]) -> PartitionSpec:
+        """Of an array whose dimensions have these names; an axis that is taken, or does not divide, is left out."""
+        entries, taken = [], set()
+        for size, name in zip(shape, names, strict=True):
+            given = self.rules.get(name, ())
+            axes: list[str] = []
+            for axis in (given,) if isinstance(given, str) else given:
+                pieces = math.prod(self.mesh.shape[a] for a in [*axes, axis])
+                if axis not in taken and size % pieces == 0:
+                    axes.append(axis)
+                    taken.add(axis)
+            entries.append(tuple(axes) or None)
+        return PartitionSpec(*entries)
+
+
+_ACTIVE: ContextVar[Layout | None] = ContextVar("layout", default=None)
+
+
+@contextlib.contextmanager
+def use(layout: Layout) -> Iterator[None]:
+    """Models traced inside follow ``layout``."""
+    token = _ACTIVE.set(layout)
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)
+
+
+def put(x: jax.Array, names: str, saved_as: str = "") -> jax.Array:
+    """``x`` constrained as the active layout says; ``names``: one for each dimension, parted by spaces. ``saved_as``: for policies."""
+    layout = _ACTIVE.get()
+    if layout is None:
+        return x
+    x = jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, layout.spec(x.shape, names.split())))
+    return checkpoint_name(x, saved_as) if saved_as else x
+
+
+def checkpointed(block: Callable) -> Callable:
+    """``block`` under the active layout's ``jax.checkpoint`` policy."""
+    layout = _ACTIVE.get()
+    if layout is None or layout.policy == "everything":
+        return block
+    return jax.checkpoint(block, policy=POLICIES[layout.policy])
+
+
+def of_params(layout: Layout, table: Mapping[str, str], tree: Any) -> list[PartitionSpec]:
+    """A spec for each leaf, by the last name in its path that ``table`` has; names of a stacked leaf begin with that of the stack."""
+    specs = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        known = [str(getattr(k, "key", getattr(k, "name", ""))) for k in path]
+        names = next((table[k].split() for k in reversed(known) if k in table), [])
+        names = ["layers"] * (len(leaf.shape) - len(names)) + names if len(names) <= len(leaf.shape) else []
+        specs.append(layout.spec(leaf.shape, names) if names else PartitionSpec())
+    return specs
