@@ -108,9 +108,10 @@ def _plan_arguments(command: argparse.ArgumentParser) -> None:
 
 def _profile_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("step", metavar="pkg.module:make_step", help=_STEP_HELP)
-    command.add_argument("--target", help='"v5p:4x4x4", "h100:8"; default: the devices here')
-    command.add_argument("--depth", metavar="N", type=int, help="depth of the named scopes in the table")
-    command.add_argument("--html", metavar="FILE", help="write the profile as a page")
+    command.add_argument("--target", help='"v5e:1", "h100:8": also count seconds on that chip')
+    command.add_argument("--mesh", metavar="AXES", help='"data=4,model=2": numbers of one device of a mesh, the planner\'s sharding')
+    command.add_argument("--depth", metavar="N", type=int, help="also a table by named scopes, cut after N components")
+    command.add_argument("--html", metavar="FILE", help="write the profile as a page that needs nothing else")
 
 
 # ---------------------------------------------------------------------------------------------------------------- commands
@@ -150,13 +151,14 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _profile(options: argparse.Namespace) -> int:
     from jaxauto.profile import profile
-    from jaxauto.tables import page
 
     step, args = made_step(options.step)
-    found = profile(step, *args, **({"target": options.target} if options.target else {}))
-    print(found if options.depth is None else found.table(depth=options.depth))
+    found = profile(step, *args, mesh=mesh_of(options.mesh), target=options.target)
+    print(found)
+    if options.depth is not None:
+        print(f"\n{found.table(depth=options.depth)}")
     if options.html:
-        print(f"\nwritten: {_write(options.html, page(found._repr_html_(), f'jaxauto profile of {options.step}'))}")
+        print(f"\nwritten: {found.to_html(options.html)}")
     return DONE
 
 

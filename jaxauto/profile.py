@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import html
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxauto import frontend
-from jaxauto.core import OPERATIONS, Graph, Kind, Literal, Node, OpRule
-from jaxauto.cost.compute import bytes_per_flop, traffic_seconds
+from jaxauto.core import Graph, Kind, Literal, Node
+from jaxauto.cost.compute import bytes_per_flop
 from jaxauto.cost.fusion import Buffers, find_buffers, live_bytes
+from jaxauto.cost.layout import padding
 from jaxauto.errors import ArgumentError
-from jaxauto.flow import feeding_operations
 from jaxauto.graph import build, multiplicity, value_bytes, walk
+from jaxauto.groups import find_groups
 from jaxauto.passes import PASSES, label_passes
+from jaxauto.profile_memory import Memory, Profiled, node_name
+from jaxauto.profile_traffic import Traffic
 from jaxauto.rules import rule_for
+from jaxauto.solve.model import spatial_dims
+from jaxauto.tables import Section, as_html, duration, page
 from jaxauto.targets.target import Target, resolve
-from jaxauto.timeline import Live, Row, Table, Timeline, html_table, short, text_table
+from jaxauto.timeline import Row, Table, Timeline, short, source_text, text_table
 from jaxauto.trace import Traced, trace
+from jaxauto.writing import write_text
 
 _MATRIX = frozenset({Kind.DOT, Kind.CONV})
 _PLATFORM = "tpu"  # whose compiler decides what is fused when no target is named
+_PAGE_ROWS = 400
 
 
 @dataclass(frozen=True)
@@ -47,11 +55,13 @@ class Profile:
       flops: matrix flops and one for each element that an elementwise equation makes or a reduction reads.
       matmul_flops: those of dots and convolutions alone: 2 for each multiply-add.
       bytes_accessed: HBM traffic, with elementwise chains fused.
-      peak_memory: the most bytes alive at once, arguments included, donated state reused.
+      peak_memory: the most bytes alive at once, arguments included, donated state reused; on a TPU target as arrays fill tiles there.
       argument_bytes, output_bytes: of all arguments and results; an output that reuses a donated argument is in both.
       params_bytes: floating-point arguments that the model computes with: state that comes back and feeds dots, convolutions or gathers;
         without state, the arrays of the first argument that is a container.
       activation_bytes: what the forward pass made and the backward pass still needs, where the backward pass begins; 0 without one.
+      memory: kind → bytes at the peak, in the order of ``KINDS``; they sum to ``peak_memory``. Optimizer state is all state that is no
+        parameter (running statistics, the step count); results are of what has no backward pass, and metrics.
       phases: ``"forward" | "backward" | "optimizer"`` → Phase; only those that the function has.
       timeline: live bytes along the program, and what lives at the peak.
       equations: a row for each equation. seconds: sum of rooflines on the target, or None.
@@ -67,6 +77,7 @@ class Profile:
     output_bytes: float
     params_bytes: float
     activation_bytes: float
+    memory: Mapping[str, float]
     phases: Mapping[str, Phase]
     timeline: Timeline = field(repr=False)
     equations: tuple[Row, ...] = field(repr=False)
@@ -91,41 +102,69 @@ class Profile:
             grouped.setdefault((scope, row.phase), []).append(row)
         return Table(tuple(_sum_rows(scope, rows) for (scope, _), rows in grouped.items()))
 
+    def to_html(self, path: str) -> str:
+        """Write a page that needs nothing but itself: totals, picture, what lives at the peak, tables by scope. Returns ``path``."""
+        parts = [self._repr_html_(), *(_folded(title, table) for title, table in self._tables())]
+        write_text(path, page("".join(parts), self._title()))
+        return path
+
+    def _tables(self) -> list[tuple[str, Table]]:
+        """The tables of a page, of at most ``_PAGE_ROWS`` rows each."""
+        by = "flops" if self.seconds is None else "seconds"
+        outer, inner, all_rows = self.table(depth=1), self.table(depth=3), self.table()
+        return [
+            ("By scope", outer.largest(_PAGE_ROWS, by, ordered=True)),
+            ("By scope, three levels", inner.largest(_PAGE_ROWS, by, ordered=True)),
+            (f"The equations that cost most, by {'flops' if by == 'flops' else 'time'}", all_rows.largest(50, by)),
+            ("The equations that move most bytes", all_rows.largest(50, "bytes_")),
+        ]
+
     def _facts(self) -> list[tuple[str, str]]:
+        at, line = self.timeline.peak_position, self.timeline
+        where = " · ".join(x for x in (line.names[at] or "the start", line.phases[at], source_text(line.sources[at])) if x)
         facts = [
             ("flops", f"{short(self.flops)} ({short(self.matmul_flops)} in matrix products)"),
             ("HBM traffic", f"{short(self.bytes_accessed, 'B')} ({self.flops / max(self.bytes_accessed, 1):.0f} flops for each byte)"),
-            ("peak memory", f"{short(self.peak_memory, 'B')} at {self.timeline.names[self.timeline.peak_position] or 'the start'}"),
+            ("peak memory", f"{short(self.peak_memory, 'B')} at {where}"),
             ("arguments", f"{short(self.argument_bytes, 'B')}, of which parameters {short(self.params_bytes, 'B')}"),
             ("outputs", short(self.output_bytes, "B")),
         ]
         if "backward" in self.phases:
-            facts.append(("activations kept", short(self.activation_bytes, "B")))
+            facts.append(("activations kept", f"{short(self.activation_bytes, 'B')} where the backward pass begins"))
         if self.seconds is not None:
-            facts.append(("compute time", f"{short(self.seconds, 's') if self.seconds >= 1 else short(self.seconds * 1e6, 'µs')}"))
+            facts.append(("compute time", duration(self.seconds)))
         return facts
 
     def _title(self) -> str:
         mesh = f" on each device of {'x'.join(map(str, self.mesh.values()))} {tuple(self.mesh)}" if self.mesh else ""
         return f"profile of {self.name}{mesh}" + (f" ({self.target})" if self.target else "")
 
-    def _phase_cells(self) -> list[tuple[str, ...]]:
-        return [
-            (name, short(p.flops), short(p.matmul_flops), short(p.bytes_, "B"), "" if p.seconds is None else f"{p.seconds * 1e3:.3g} ms")
+    def _sections(self) -> tuple[Section, Section, Section]:
+        """Totals, memory by kind, phases."""
+        phases = [
+            (name, short(p.flops), short(p.matmul_flops), short(p.bytes_, "B"), "" if p.seconds is None else duration(p.seconds))
             for name, p in self.phases.items()
         ]
-
-    _PHASE_HEAD = ("phase", "flops", "matrix flops", "HBM traffic", "time")
+        memory = [(kind, short(b, "B"), f"{100 * b / max(self.peak_memory, 1):.1f} %") for kind, b in self.memory.items()]
+        return (
+            Section(self._title(), ("", ""), self._facts()),
+            Section("Memory at the peak", ("what", ">bytes", ">share"), memory),
+            Section("Phases", ("phase", ">flops", ">matrix flops", ">HBM traffic", ">time"), phases),
+        )
 
     def __str__(self) -> str:
-        width = max(len(k) for k, _ in self._facts())
-        facts = "\n".join(f"  {k:<{width}}  {v}" for k, v in self._facts())
-        phases = text_table(self._PHASE_HEAD, self._phase_cells(), right=(1, 2, 3, 4))
-        return f"{self._title()}\n{facts}\n{phases}\n{self.timeline}"
+        facts, memory, phases = self._sections()
+        width = max(len(k) for k, _ in facts.rows)
+        lines = "\n".join(f"  {k:<{width}}  {v}" for k, v in facts.rows)
+        tables = (text_table([c.lstrip(">") for c in s.columns], s.rows, right=range(1, len(s.columns))) for s in (memory, phases))
+        return "\n".join((facts.title, lines, *tables, str(self.timeline)))
 
     def _repr_html_(self) -> str:
-        facts = html_table(("what", "how much"), self._facts())
-        return f"<b>{self._title()}</b>{facts}{html_table(self._PHASE_HEAD, self._phase_cells())}{self.timeline._repr_html_()}"
+        return as_html(self._sections()) + self.timeline._repr_html_()
+
+
+def _folded(title: str, table: Table) -> str:
+    return f"<details><summary>{html.escape(title)}</summary>{table._repr_html_()}</details>"
 
 
 def profile(
@@ -170,27 +209,6 @@ def profile(
     return _Profiler(program, chip).run(name, str(resolve(target)) if target is not None else None)
 
 
-@dataclass(frozen=True)
-class Profiled:
-    """A traced program and how much of each array and equation one device holds.
-
-    Attributes:
-      pieces: value id → number of pieces the value is cut into. shares: node id → number of devices that share a node's work.
-      live: live bytes at each position on one device; sizes: bytes of each buffer there.
-    """
-
-    traced: Traced
-    graph: Graph
-    rules: Mapping[int, OpRule]
-    buffers: Buffers
-    sizes: np.ndarray
-    live: np.ndarray
-    pieces: Callable[[int], float]
-    shares: Callable[[Node], float]
-    mesh: Mapping[str, int] = field(default_factory=dict)
-    specs: Mapping[str, Any] = field(default_factory=dict)
-
-
 def aliased_outputs(traced: Traced, graph: Graph) -> frozenset[int]:
     """Output values that reuse the memory of a donated argument."""
     outputs = (graph.outputs[o] for i, o in traced.state if traced.donated[i])
@@ -201,9 +219,27 @@ def _program(traced: Traced, chip: Any) -> Profiled:
     graph = build(traced.jaxpr)
     rules = {node.id: rule_for(node.eqn) for node in walk(graph) if not node.bodies}
     platform, rate = (_PLATFORM, 0.0) if chip is None else (chip.platform, bytes_per_flop(chip))
-    buffers = find_buffers(graph, rules, aliased_outputs(traced, graph), platform, rate)
-    live = live_bytes(buffers, buffers.bytes_)
-    return Profiled(traced, graph, rules, buffers, buffers.bytes_, live, lambda _: 1.0, lambda _: 1.0)
+    aliased = aliased_outputs(traced, graph)
+    buffers = find_buffers(graph, rules, aliased, platform, rate)
+    sizes = buffers.bytes_ if chip is None or not chip.tile else buffers.bytes_ * _padding(traced, graph, buffers, chip)
+    return Profiled(traced, graph, rules, buffers, sizes, live_bytes(buffers, sizes), lambda _: 1.0, lambda _: 1.0, aliased)
+
+
+def _padding(traced: Traced, graph: Graph, buffers: Buffers, chip: Any) -> np.ndarray:
+    """By how much tiles enlarge each buffer on one device of ``chip``."""
+    groups = find_groups(graph, traced.state)
+    spatial = spatial_dims(groups)
+    whole = np.zeros((1, 0), int)
+
+    @functools.cache
+    def of(shape: tuple[int, ...], minor: tuple[int, ...]) -> float:
+        return float(padding(whole, shape, minor, (), chip.tile)[0])
+
+    def minor(number: int) -> tuple[int, ...]:
+        group, dims = groups.place[number]
+        return tuple(i for i, d in enumerate(dims) if (group, d) not in spatial)
+
+    return np.array([of(graph.values[int(n)].shape, minor(int(n))) for n in buffers.ids])
 
 
 class _Profiler:
@@ -215,14 +251,15 @@ class _Profiler:
         self.values = self.graph.values
         self.times = multiplicity(self.graph)
         self.phase = label_passes(self.graph)
+        self.traffic = Traffic(program, chip)
 
     def run(self, name: str, target: str | None) -> Profile:
         nodes = list(walk(self.graph))
         costs = {node.id: self.cost(node) for node in nodes}
         rows = tuple(self.row(node, costs[node.id]) for node in nodes)
-        timeline = self.timeline(nodes)
+        program, memory = self.program, Memory(self.program, self.phase)
+        timeline = memory.timeline()
         phases = self.phases(nodes, costs)
-        program = self.program
         in_bytes = [value_bytes(self.values[n]) / program.pieces(n) for n in self.graph.inputs]
         return Profile(
             name=name,
@@ -232,8 +269,9 @@ class _Profiler:
             peak_memory=timeline.peak_bytes,
             argument_bytes=sum(in_bytes),
             output_bytes=sum(self.output_bytes(x) for x in self.graph.outputs),
-            params_bytes=sum(in_bytes[k] for k in self.parameters()),
-            activation_bytes=self.activation_bytes(timeline.turn),
+            params_bytes=sum(in_bytes[k] for k in memory.parameters),
+            activation_bytes=memory.activation_bytes,
+            memory={kind: float(bytes_[timeline.peak_position]) for kind, bytes_ in timeline.by_kind.items()},
             phases=phases,
             timeline=timeline,
             equations=rows,
@@ -253,24 +291,14 @@ class _Profiler:
         flops = rule.flops if rule.flops is not None else float(max((self.values[o].aval.size for o in node.outputs), default=0))
         flops /= share
         matmul = flops if rule.kind in _MATRIX else 0.0
-        bytes_ = self.traffic(node, rule, share)
+        bytes_ = self.traffic.bytes_(node, rule, share)
         seconds = None
         if self.chip is not None:
-            seconds = float(traffic_seconds(bytes_, self.chip))
+            seconds = self.traffic.seconds(node, rule, share)
             if matmul:
                 seconds = max(seconds, matmul / (self.chip.flops_efficiency * self.chip.peak_flops(_operand_dtype(node, self.values))))
             seconds *= times
         return Phase(flops * times, matmul * times, bytes_ * times, seconds)
-
-    def traffic(self, node: Node, rule: OpRule, share: float) -> float:
-        """HBM bytes of one run: an operation's operands and results; of a fused equation what it reads and the buffer it writes."""
-        if rule.kind in OPERATIONS:
-            arrays = [x for x in (*node.inputs, *node.outputs) if isinstance(x, int)]
-            whole = sum(value_bytes(self.values[x]) / self.program.pieces(x) for x in arrays)
-            return whole if rule.bytes_ is None else min(whole, rule.bytes_ / share)
-        read = sum(value_bytes(self.values[x]) / self.program.pieces(x) for x in self.buffers.read_at.get(node.id, ()))
-        written = sum(value_bytes(self.values[x]) / self.program.pieces(x) for x in node.outputs if x in self.buffers.stored)
-        return read + written
 
     def phases(self, nodes: Iterable[Node], costs: Mapping[int, Phase]) -> dict[str, Phase]:
         total: dict[str, Phase] = {}
@@ -288,7 +316,7 @@ class _Profiler:
     def row(self, node: Node, cost: Phase) -> Row:
         last = self.values[node.outputs[-1]] if node.outputs else None
         return Row(
-            name=_node_name(node),
+            name=node_name(node),
             phase=self.phase[node.id],
             flops=cost.flops,
             bytes_=cost.bytes_,
@@ -300,78 +328,10 @@ class _Profiler:
             times=self.times[node.id],
         )
 
-    # --------------------------------------------------------------------------------------------------------------- memory
-
     def output_bytes(self, x: int | Literal) -> float:
         if isinstance(x, Literal):
             return float(np.asarray(x.value).nbytes)
         return value_bytes(self.values[x]) / self.program.pieces(x)
-
-    def parameters(self) -> list[int]:
-        """Positions of the inputs that are parameters; see ``Profile``."""
-        traced = self.program.traced
-        state = [i for i, _ in traced.state]
-        floating = {k for k, a in enumerate(traced.in_avals) if jax.numpy.issubdtype(a.dtype, jax.numpy.floating)}
-        if state:
-            feeding = feeding_operations(self.graph, dict(self.rules))
-            return [k for k in state if k in floating and self.graph.inputs[k] in feeding]
-        (positional, named) = jax.tree_util.tree_unflatten(traced.in_tree, list(range(len(traced.in_avals))))
-        containers = (a for a in (*positional, *named.values()) if not isinstance(a, int) and jax.tree_util.tree_leaves(a))
-        return [k for k in jax.tree_util.tree_leaves(next(containers, ())) if k in floating]
-
-    def activation_bytes(self, turn: int | None) -> float:
-        """Bytes of the forward pass's own buffers that are alive where the backward pass begins and are read there or later."""
-        if turn is None:
-            return 0.0
-        b = self.buffers
-        crossing = (b.start < turn) & (b.end >= turn) & ~b.is_input
-        outputs = set(self.graph.outputs)
-        read_later = {x for node in walk(self.graph) if self.phase[node.id] != "forward" for x in self.roots_read(node)}
-        kept = (k for k in np.nonzero(crossing)[0] if int(b.ids[k]) in read_later or int(b.ids[k]) not in outputs)
-        return float(sum(self.program.sizes[k] for k in kept))
-
-    def roots_read(self, node: Node) -> set[int]:
-        return {x for x in node.inputs if isinstance(x, int)} | set(self.buffers.read_at.get(node.id, ()))
-
-    def timeline(self, nodes: Sequence[Node]) -> Timeline:
-        length = self.buffers.length
-        names, sources, phases = [""] * length, [""] * length, [""] * length
-        for node in nodes:
-            for at in (self.buffers.position[node.id], self.buffers.loop_start.get(node.id)):
-                if at is not None:
-                    names[at], sources[at], phases[at] = _node_name(node), node.source, self.phase[node.id]
-        if length > 1:
-            names[0], names[-1] = names[0] or "start", names[-1] or "end"
-        backward = (node.id for node in nodes if self.phase[node.id] == "backward")
-        turn = min((self.buffers.loop_start.get(n, self.buffers.position[n]) for n in backward), default=None)
-        live = self.program.live
-        return Timeline(live, tuple(names), tuple(sources), tuple(phases), self.alive_at(int(live.argmax()), nodes), turn)
-
-    def alive_at(self, position: int, nodes: Sequence[Node]) -> tuple[Live, ...]:
-        b = self.buffers
-        names = self.value_names(nodes)
-        found = []
-        for k in np.nonzero((b.start <= position) & (b.end >= position))[0]:
-            value = self.values[int(b.ids[k])]
-            source = value.producer.source if value.producer else ""
-            found.append(Live(names.get(value.id, "constant"), value.shape, str(value.dtype), float(self.program.sizes[k]), source))
-        return tuple(sorted(found, key=lambda x: (-x.bytes_, x.name)))
-
-    def value_names(self, nodes: Sequence[Node]) -> dict[int, str]:
-        names = {n: f"argument {path}" for n, path in zip(self.graph.inputs, self.program.traced.in_paths, strict=True)}
-        for node in nodes:
-            name = _node_name(node)
-            for k, out in enumerate(node.outputs):
-                names[out] = name if len(node.outputs) == 1 else f"{name}[{k}]"
-            for body in node.bodies:
-                for k, number in enumerate(body.inputs):
-                    names[number] = f"{name} carry[{k}]"
-        return names
-
-
-def _node_name(node: Node) -> str:
-    loop = f" ×{node.trips}" if node.prim == "scan" else ""
-    return f"{node.scope}/{node.prim}{loop}" if node.scope else f"{node.prim}{loop}"
 
 
 def _operand_dtype(node: Node, values: Mapping[int, Any]) -> Any:

@@ -14,7 +14,7 @@ from jaxauto.core import Node
 from jaxauto.errors import ArgumentError
 from jaxauto.options import mesh_candidates
 from jaxauto.planner import Options, read, search
-from jaxauto.profile import Profiled
+from jaxauto.profile_memory import Profiled
 from jaxauto.rewrite.apply import partition_spec
 from jaxauto.solve.decide import sharding_of_value
 from jaxauto.solve.remat import Remat
@@ -54,6 +54,7 @@ def sharded_program(
         live=timeline(best.model, best.x),
         pieces=_pieces(best),
         shares=_shares(best),
+        aliased=step.aliased,
         mesh=shape,
         specs={path: partition_spec(sharding_of_value(best.model, best.x, n)) for path, n in inputs},
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import html
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from jaxauto.errors import ArgumentError
+from jaxauto.tables import Section, as_html, duration
 
 _UNITS = ("", "K", "M", "G", "T", "P", "E")
 
@@ -44,8 +46,6 @@ class Table:
 
     rows: tuple[Row, ...]
 
-    _HEAD = ("scope", "phase", "times", "flops", "bytes", "live after", "output", "source")
-
     def __iter__(self):
         return iter(self.rows)
 
@@ -55,31 +55,57 @@ class Table:
     def __getitem__(self, index: int) -> Row:
         return self.rows[index]
 
-    def _cells(self) -> list[tuple[str, ...]]:
-        return [
+    def only(self, phase: str) -> Table:
+        """The rows of one phase: ``"forward" | "backward" | "optimizer"``."""
+        return Table(tuple(r for r in self.rows if r.phase == phase))
+
+    def largest(self, count: int, by: str = "flops", *, ordered: bool = False) -> Table:
+        """The ``count`` rows that have most of a column, most first.
+
+        Args:
+          by: ``"flops" | "bytes_" | "seconds" | "live_bytes"``; seconds need a profile with a target.
+          ordered: in program order instead.
+        """
+        if by not in _NUMBERS or (by == "seconds" and any(r.seconds is None for r in self.rows)):
+            known = ", ".join(n for n in _NUMBERS if n != "seconds" or (self.rows and self.rows[0].seconds is not None))
+            raise ArgumentError(f"largest(by={by!r}): these rows have {known}; seconds need profile(..., target=).")
+        chosen = sorted(range(len(self.rows)), key=lambda k: (-getattr(self.rows[k], by), k))[:count]
+        return Table(tuple(self.rows[k] for k in (sorted(chosen) if ordered else chosen)))
+
+    def _columns(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Headings, and the texts of each row; time only if there is any."""
+        timed = any(r.seconds is not None for r in self.rows)
+        head = ("scope", "phase", "times", "flops", "bytes", *(("time",) if timed else ()), "live after", "output", "source")
+        cells = [
             (
-                *(r.name, r.phase, str(r.times), short(r.flops), short(r.bytes_, "B"), short(r.live_bytes, "B")),
-                *(shape_text(r.dtype, r.shape), r.source),
+                *(r.name, r.phase, str(r.times), short(r.flops), short(r.bytes_, "B")),
+                *((duration(r.seconds or 0.0),) if timed else ()),
+                *(short(r.live_bytes, "B"), shape_text(r.dtype, r.shape), source_text(r.source)),
             )
             for r in self.rows
         ]
+        return head, cells
 
     def __str__(self) -> str:
-        return text_table(self._HEAD, self._cells(), right=(2, 3, 4, 5))
+        head, cells = self._columns()
+        return text_table(head, cells, right=range(2, len(head) - 2))
 
     def _repr_html_(self) -> str:
-        return html_table(self._HEAD, self._cells())
+        head, cells = self._columns()
+        right = range(2, len(head) - 2)
+        return as_html([Section("", tuple(f">{h}" if k in right else h for k, h in enumerate(head)), cells)])
 
 
 @dataclass(frozen=True)
 class Live:
-    """One array that is alive at the peak: ``shape`` is of the whole array, ``bytes_`` what one device holds of it."""
+    """An array that is alive at the peak: ``shape`` of the whole, ``bytes_`` what one device holds of it; kind: see ``Profile.memory``."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     bytes_: float
     source: str = ""
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,6 +116,7 @@ class Timeline:
       live_bytes: ``float [positions]``. names, sources, phases: of the equation at each position.
       peak_position: where ``live_bytes`` is largest; peak: what lives there, largest first.
       turn: the position where the backward pass begins, or None.
+      by_kind: kind → ``float [positions]``, those that occur; they sum to ``live_bytes``.
     """
 
     live_bytes: np.ndarray
@@ -98,6 +125,7 @@ class Timeline:
     phases: tuple[str, ...]
     peak: tuple[Live, ...] = field(repr=False)
     turn: int | None = None
+    by_kind: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False)
 
     @property
     def peak_position(self) -> int:
@@ -111,20 +139,26 @@ class Timeline:
         return len(self.live_bytes)
 
     def __str__(self) -> str:
-        at = self.peak_position
-        where = " · ".join(x for x in (self.names[at], self.phases[at], self.sources[at]) if x)
-        cells = [(x.name, shape_text(x.dtype, x.shape), short(x.bytes_, "B"), x.source) for x in self.peak[:_SHOWN]]
-        rest = self.peak[_SHOWN:]
-        if rest:
-            cells.append((f"and {len(rest)} more", "", short(sum(x.bytes_ for x in rest), "B"), ""))
-        head = f"peak {short(self.peak_bytes, 'B')} at position {at} of {len(self)}: {where}"
-        return head + "\n" + text_table(("alive at the peak", "array", "bytes", "made at"), cells, right=(2,))
+        return self._head() + "\n" + text_table(_PEAK_HEAD, self._peak_cells(), right=(3,))
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        from jaxauto.picture import svg
+
+        columns = tuple(f">{h}" if k == 3 else h for k, h in enumerate(_PEAK_HEAD))
+        return svg(self) + as_html([Section(self._head(), columns, self._peak_cells())])
+
+    def _head(self) -> str:
+        at = self.peak_position
+        where = " · ".join(x for x in (self.names[at], self.phases[at], source_text(self.sources[at])) if x)
+        return f"peak {short(self.peak_bytes, 'B')} at position {at} of {len(self)}: {where}"
+
+    def _peak_cells(self) -> list[tuple[str, ...]]:
+        cells = [(x.name, x.kind, shape_text(x.dtype, x.shape), short(x.bytes_, "B"), source_text(x.source)) for x in self.peak[:_SHOWN]]
+        rest = self.peak[_SHOWN:]
+        return cells + ([(f"and {len(rest)} more", "", "", short(sum(x.bytes_ for x in rest), "B"), "")] if rest else [])
 
     def plot(self, path: Any = None) -> Any:
-        """Draw live bytes along the program.
+        """Draw live bytes along the program, by kind.
 
         Args:
           path: where to save the figure (``.png``, ``.svg``, ``.pdf``); None: not saved.
@@ -135,32 +169,16 @@ class Timeline:
         Raises:
           ImportError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("timeline.plot draws with matplotlib, which is not installed: pip install 'jaxauto[viz]'") from error
-        figure = Figure(figsize=(9, 3.5), layout="constrained")
-        axes = figure.add_subplot()
-        positions = np.arange(len(self))
-        axes.fill_between(positions, self.live_bytes / 1e9, step="mid", alpha=0.3)
-        axes.step(positions, self.live_bytes / 1e9, where="mid")
-        at = self.peak_position
-        axes.annotate(
-            f"{short(self.peak_bytes, 'B')}: {self.names[at]}",
-            (at, self.peak_bytes / 1e9),
-            xytext=(0, 6),
-            textcoords="offset points",
-            ha="right" if at > len(self) / 2 else "left",
-        )
-        if self.turn is not None:
-            axes.axvline(self.turn, linestyle=":", color="gray")
-            axes.text(self.turn, 0, " backward", color="gray", va="bottom")
-        axes.set(xlabel="equation", ylabel="live GB", xlim=(0, len(self) - 1), ylim=(0, 1.12 * self.peak_bytes / 1e9))
+        from jaxauto.picture import figure
+
+        drawn = figure(self)
         if path is not None:
-            figure.savefig(path)
-        return figure
+            drawn.savefig(path)
+        return drawn
 
 
+_PEAK_HEAD = ("alive at the peak", "kind", "array", "bytes", "made at")
+_NUMBERS = ("flops", "bytes_", "seconds", "live_bytes")
 _SHOWN = 12
 
 
@@ -182,6 +200,12 @@ def shape_text(dtype: str, shape: Sequence[int]) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
+def source_text(source: str) -> str:
+    """``"/home/me/project/train/model.py:12 (f)"`` → ``"train/model.py:12 (f)"``: the file and the folder it is in."""
+    path, separator, function = source.partition(" ")
+    return "/".join(path.replace("\\", "/").split("/")[-2:]) + separator + function
+
+
 def text_table(head: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
     """A table for a terminal, as text."""
     from rich import box
@@ -196,10 +220,3 @@ def text_table(head: Sequence[str], cells: Sequence[Sequence[str]], right: Seque
     console = Console(file=io.StringIO(), width=160, no_color=True, force_terminal=False)
     console.print(table)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines() if line.strip())  # type: ignore[attr-defined]
-
-
-def html_table(head: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    """The same for a notebook."""
-    titles = "".join(f"<th>{html.escape(t)}</th>" for t in head)
-    rows = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in cells)
-    return f"<table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>"

@@ -153,9 +153,14 @@ class TestOtherCommands:
         assert code == cli.DONE and all(name in out for name in ("v5p", "h100", "cpu"))
 
     def test_profile(self, here, capsys):
-        code, out, err = run(capsys, "profile", STEP, "--target", "v5p:2x2x1", "--depth", "1", "--html", "q.html")
-        assert (code, err) == (cli.DONE, "") and out.strip()
+        code, out, err = run(capsys, "profile", STEP, "--target", "v5e:1", "--depth", "1", "--html", "q.html")
+        assert (code, err) == (cli.DONE, "")
+        assert "profile of step (v5e:1x1)" in out and "compute time" in out and "live after" in out and "written: q.html" in out
         assert (here / "q.html").read_text().startswith("<!doctype html>")
+
+    def test_profile_of_one_device_of_a_mesh(self, here, capsys):
+        code, out, err = run(capsys, "profile", STEP, "--mesh", "data=8")
+        assert (code, err) == (cli.DONE, "") and "on each device of 8 ('data',)" in out
 
     @pytest.mark.parametrize("argv", [["--help"], ["plan", "--help"], ["profile", "--help"], ["targets", "--help"], ["show", "--help"]])
     def test_help(self, capsys, argv):

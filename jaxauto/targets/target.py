@@ -36,7 +36,8 @@ class Target:
     """A chip and a topology.
 
     Args:
-      text: ``chip:topology``: ``"v5e:4x8"``, ``"v5p:4x4x4"``, ``"h100:8"`` (one node), ``"h100:4x8"`` (nodes x GPUs), ``"cpu:8"``.
+      text: ``chip:topology``: ``"v5e:4x8"``, ``"v5p:4x4x4"``, ``"h100:8"`` (one node), ``"h100:4x8"`` (nodes x GPUs), ``"cpu:8"``;
+        ``"v5e:1"`` is one chip.
 
     Attributes:
       chip: the chip, with its numbers.
@@ -212,6 +213,8 @@ def _example(chip: Chip) -> str:
 
 def _torus_sides(chip: Chip, sides: tuple[int, ...], text: str) -> tuple[int, ...]:
     largest = "x".join(map(str, chip.max_topology))
+    if sides == (1,):  # one chip has one shape
+        return (1,) * chip.dims
     if len(sides) != chip.dims:
         raise TargetError(
             f"target {text!r} has {len(sides)} side{'s' * (len(sides) > 1)}, but {chip.name} is a {chip.dims}-D torus: "

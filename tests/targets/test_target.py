@@ -52,6 +52,8 @@ def fake_devices(target, device_kind="", extra=0):
         ("a100:16", "a100:2x8", (2, 8), 16),
         ("h200:4x4", "h200:4x4", (4, 4), 16),
         ("cpu:8", "cpu:8", (8,), 8),
+        ("v5e:1", "v5e:1x1", (1, 1), 1),
+        ("v5p:1", "v5p:1x1x1", (1, 1, 1), 1),
     ],
 )
 def test_parsing(text, name, topology, count):

@@ -1,0 +1,74 @@
+"""HBM traffic of each equation, and its seconds: as the planner counts them, but told by equation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from jaxauto.core import OPERATIONS, Node, OpRule
+from jaxauto.cost.compute import traffic_seconds
+from jaxauto.cost.fusion import Buffers, find_buffers
+from jaxauto.graph import value_bytes, walk
+from jaxauto.profile_memory import Profiled
+from jaxauto.solve.model import FLEETING, VMEM_SHARE
+
+
+class Traffic:
+    """Bytes that equations move, and how long that takes on ``chip`` (None: not told).
+
+    Operations read operands and write results. Fused equations read and write the buffers that ``find_buffers`` says: what those cost
+    in all is shared among the equations that read them. On TPU bytes that move beside a dot's flops take no time, nor do short-lived
+    arrays that fit on-chip memory.
+    """
+
+    def __init__(self, program: Profiled, chip: Any):
+        self.program, self.chip, self.values = program, chip, program.graph.values
+        whole, on_tpu = program.buffers, chip is not None and chip.platform == "tpu"
+        if on_tpu:
+            whole = find_buffers(program.graph, dict(program.rules), program.aliased, "tpu")
+        self.moved = _by_node(program, whole, np.ones(len(whole.ids)))
+        self.waited = _by_node(program, program.buffers, self._off_chip()) if on_tpu else self.moved
+
+    def bytes_(self, node: Node, rule: OpRule, share: float) -> float:
+        """Of one run."""
+        return self._operation(node, rule, share) if rule.kind in OPERATIONS else self.moved.get(node.id, 0.0)
+
+    def seconds(self, node: Node, rule: OpRule, share: float) -> float:
+        """Of one run."""
+        bytes_ = self._operation(node, rule, share) if rule.kind in OPERATIONS else self.waited.get(node.id, 0.0)
+        return float(traffic_seconds(bytes_, self.chip))
+
+    def _operation(self, node: Node, rule: OpRule, share: float) -> float:
+        arrays = [x for x in (*node.inputs, *node.outputs) if isinstance(x, int)]
+        whole = sum(value_bytes(self.values[x]) / self.program.pieces(x) for x in arrays)
+        return whole if rule.bytes_ is None else min(whole, rule.bytes_ / share)
+
+    def _off_chip(self) -> np.ndarray:
+        """For each buffer 1, or 0 where it lives shortly and fits on-chip memory."""
+        b = self.program.buffers
+        local = b.bytes_ / np.array([self.program.pieces(int(n)) for n in b.ids])
+        near = (b.end - b.start <= FLEETING) & ~b.is_input & (local <= VMEM_SHARE * self.chip.vmem_bytes)
+        return np.where(near, 0.0, 1.0)
+
+
+def _by_node(program: Profiled, buffers: Buffers, weight: np.ndarray) -> dict[int, float]:
+    """Node id → bytes of one run that fused equations move. A buffer's reads are shared by its readers; the rest is its maker's."""
+    values = program.graph.values
+    index = {int(n): k for k, n in enumerate(buffers.ids)}
+    size = {n: float(buffers.bytes_[k] * weight[k]) / program.pieces(n) for n, k in index.items()}
+    readers = Counter(x for roots in buffers.read_at.values() for x in roots)
+    total: dict[int, float] = {}
+    for node in walk(program.graph):
+        bytes_ = 0.0
+        for x in buffers.read_at.get(node.id, ()):
+            if x in index:
+                bytes_ += size[x] * float(buffers.reads[index[x]]) / readers[x]
+            elif values[x].producer is None:  # a slice or a constant of a loop; any other is fused into a dot
+                bytes_ += value_bytes(values[x]) / program.pieces(x)
+        made = (x for x in node.outputs if x in index)
+        total[node.id] = bytes_ + sum(
+            size[x] * (buffers.written[index[x]] + (0.0 if x in readers else buffers.reads[index[x]])) for x in made
+        )
+    return total
