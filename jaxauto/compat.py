@@ -173,3 +173,8 @@ def compile_stablehlo(module: str, devices: list, options: dict) -> tuple[str, A
         cost = {}
     cost = cost[0] if isinstance(cost, list) else cost
     return executable.hlo_modules()[0].to_string(), executable.get_compiled_memory_stats(), dict(cost or {})
+
+
+def transferred(array: Any, kind: str) -> Any:
+    """``array`` in the memory kind ``"pinned_host"`` or ``"device"``, inside a jitted function; its sharding stays."""
+    return jax.device_put(array, jax.memory.Space.Host if kind == "pinned_host" else jax.memory.Space.Device)

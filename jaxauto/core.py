@@ -303,6 +303,7 @@ class Decisions:
       made: value id → sharding it is made in before it gets the one in ``values``: a conversion that narrows comes before a gather.
       finished: gradients of the straight program: where the compiler's scheduler would put them off and keep what they read (XLA:CPU), a
         recomputation waits for those that come before it.
+      offloaded: values that are in the host's memory between the passes.
     """
 
     values: Mapping[int, Sharding] = field(default_factory=dict)
@@ -311,3 +312,4 @@ class Decisions:
     gathered_late: frozenset[tuple[int, int]] = frozenset()
     finished: frozenset[int] = frozenset()
     made: Mapping[int, Sharding] = field(default_factory=dict)
+    offloaded: frozenset[int] = frozenset()

@@ -139,8 +139,13 @@ def policy_source(graph: Graph, decisions: Decisions) -> str:
     """Source of ``checkpoint_policy()``, or a comment when nothing is recomputed."""
     if all(kept is None for kept in decisions.kept):
         return "\n# Rematerialisation: none; everything is kept as the step is written.\n"
+    away = (
+        f"\n# The plan keeps {len(decisions.offloaded)} arrays in host memory; this policy saves them on the device.\n"
+        if decisions.offloaded
+        else ""
+    )
     table = {key: turns for key, turns in policy_table(graph, decisions, detailed=False).items() if any(turns)}
-    return _POLICY.format(table=pprint.pformat(table, width=130, sort_dicts=False))
+    return away + _POLICY.format(table=pprint.pformat(table, width=130, sort_dicts=False))
 
 
 # ------------------------------------------------------------------------------------------------------------- constraints

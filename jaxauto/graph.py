@@ -143,6 +143,25 @@ class BarrierEqn:
         self.invars = self.outvars = [_Aval(a) for a in avals]
 
 
+HOST, DEVICE = "pinned_host", "device"  # memory kinds
+
+
+class TransferEqn:
+    """Stands where a ``device_put`` to a memory kind would; ``eqn`` lends its source line."""
+
+    def __init__(self, eqn, aval, space: str):
+        self.primitive = _Named("device_put")
+        self.params: dict = {"space": space}
+        self.source_info = eqn.source_info
+        self.effects = frozenset()
+        self.invars, self.outvars = [_Aval(aval)], [_Aval(aval)]
+
+
+class _Named:
+    def __init__(self, name: str):
+        self.name = name
+
+
 class _Aval:
     def __init__(self, aval):
         self.aval = aval

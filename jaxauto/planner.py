@@ -144,7 +144,7 @@ def solve(step: Step, target: Target, budget: float, options: Options, progress:
     started = time.monotonic()
     meshes = mesh_candidates(options.mesh, target, _mesh_in_step(step))
     remat = Remat(step.graph, step.groups, step.aliased, target.chip)
-    levels = remat.levels() if options.remat != "off" else remat.levels()[:1]
+    levels = {"off": lambda: remat.levels()[:1], "auto": remat.levels, "offload": remat.levels_with_host}[options.remat]()
     deadline = started + options.time_limit
     results: list[tuple[MeshAxes, Found]] = []
     for number, mesh in enumerate(meshes):
@@ -246,35 +246,30 @@ def build_plan(solved: Solved, best: Candidate, budget: float, options: Options)
             meshes=solved.meshes,
         ),
         fingerprint=fingerprint(step.graph),
-        notes=(*step.notes, *ignored_pins(step.groups, model.mesh), *_not_built(options)),
+        notes=(*step.notes, *ignored_pins(step.groups, model.mesh)),
         program=Program(step.fun, traced, step.graph, solved),
     )
 
 
-def _not_built(options: Options) -> tuple[str, ...]:
-    """Options that are accepted and do nothing yet."""
-    notes = []
-    if options.remat == "offload":
-        notes.append('remat="offload": offloading to host memory is not built yet; planned as remat="auto".')
-    return tuple(notes)
-
-
 def remat_decisions(solved: Solved, best: Candidate) -> list[RematDecision]:
-    """Every residual of every block: kept or recomputed, with what it takes on one device."""
+    """Every residual of every block: kept, recomputed or offloaded, with what it takes on one device."""
     decisions = []
     model = best.model
-    for block, kept in zip(solved.remat.blocks, best.variant.kept, strict=True):
+    rewritten = best.variant.rewritten
+    offloaded = best.variant.offloaded & {rewritten.origin[n] for n in rewritten.host if n in rewritten.origin}
+    for b, (block, kept) in enumerate(zip(solved.remat.blocks, best.variant.kept, strict=True)):
         again = {out for node in (closure(block, kept)[0] if kept is not None else ()) for out in node.outputs}
-        extra = {*(kept or ())} - {*block.residuals}
+        extra = {*(kept or ()), *(offloaded & solved.remat.values_of(b) if block.scan else ())} - {*block.residuals}
         for number in (*block.residuals, *sorted(extra)):
             value = solved.step.graph.values[number]
             node = value.producer
+            dropped = kept is not None and number in again and number not in kept
             pieces = float(shards(model.position(best.x, number)[None], model.mesh.sizes)[0])
             seconds = solved.remat.node_seconds(node) / pieces * block.count if node is not None and not node.bodies else 0.0
             decisions.append(
                 RematDecision(
                     name=f"{block.name}: {node.scope + '/' if node and node.scope else ''}{node.prim if node else 'input'}",
-                    action="recomputed" if kept is not None and number in again and number not in kept else "kept",
+                    action="recomputed" if dropped else "offloaded" if number in offloaded else "kept",
                     shape=value.shape if block.count == 1 else (block.count, *value.shape),
                     dtype=str(value.dtype),
                     bytes_=value_bytes(value) / pieces * block.count,

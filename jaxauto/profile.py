@@ -24,7 +24,7 @@ from jaxauto.passes import PASSES, label_passes
 from jaxauto.profile_memory import Memory, Profiled, node_name
 from jaxauto.profile_traffic import Traffic
 from jaxauto.rules import rule_for
-from jaxauto.solve.model import spatial_dims
+from jaxauto.solve.facts import spatial_dims
 from jaxauto.tables import Section, as_html, duration, page
 from jaxauto.targets.target import Target, resolve
 from jaxauto.timeline import Row, Table, Timeline, short, source_text, text_table

@@ -58,7 +58,7 @@ def different(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
     kinds: dict[tuple, Candidate] = {}
     points: dict[tuple, Candidate] = {}
     for c in ordered:
-        kinds.setdefault((c.model.mesh.sizes, c.variant.kept), c)
+        kinds.setdefault((c.model.mesh.sizes, c.variant.kept, c.variant.offloaded), c)
         points.setdefault((c.model.mesh.sizes, f"{c.seconds:.6e}", f"{c.peak_bytes:.6e}"), c)
     chosen = list(kinds.values())[:count]
     chosen += [c for c in points.values() if c not in chosen][: count - len(chosen)]

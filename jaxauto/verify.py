@@ -227,7 +227,7 @@ def memory_rows(plan: Any, compilation: Compilation) -> list[Row]:
         Row("temporaries", max(0.0, estimate.peak_memory - arguments - results), float(memory["temp"]), "bytes"),
         Row("peak memory", estimate.peak_memory, compilation.peak_bytes, "bytes"),
         Row("allocated", None, compilation.device_bytes, "bytes"),
-        Row("host memory", 0.0, float(memory["host temp"]), "bytes"),
+        Row("host memory", sum(d.bytes_ for d in plan.remat if d.action == "offloaded"), float(memory["host temp"]), "bytes"),
     ]
 
 

@@ -165,8 +165,3 @@ def test_a_registered_rule_is_used_instead():
     plan = jaxauto.plan(lambda x: primitive.bind(x) * 2, jax.ShapeDtypeStruct((64, 128), jnp.float32), mesh=MESH)
     assert plan.notes == ()
     np.testing.assert_array_equal(plan.jit()(np.ones((64, 128), np.float32)), 6.0)
-
-
-def test_options_that_are_not_built_yet_are_noted():
-    plan = jaxauto.plan(step, STATE, BATCH, mesh=MESH, remat="offload")
-    assert any("offloading to host memory is not built yet" in note for note in plan.notes)

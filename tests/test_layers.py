@@ -36,7 +36,7 @@ ORDER = [
         "alternatives",
         "export",
     },
-    {"profile", "profile_mesh", "timeline"},
+    {"profile", "profile_memory", "profile_mesh", "profile_traffic", "timeline", "picture"},
     {"api"},
     {"__init__", "cli", "__main__"},
 ]

@@ -104,7 +104,7 @@ class _Fusion:
         self.unwritten = {*graph.inputs, *graph.consts}
 
     def kind(self, node: Node) -> Kind:
-        kind = self.rules[node.id].kind if node.id in self.rules else Kind.CONTROL
+        kind = self.rules[node.id].kind if node.id in self.rules and "space" not in node.params else Kind.CONTROL
         return Kind.CHEAP if kind is Kind.SCATTER and self.clusters and is_select(node) else kind
 
     def run(self) -> Buffers:
@@ -124,12 +124,12 @@ class _Fusion:
         self.take_over(inputs)
         ids = np.array(sorted(self.start), int)
         is_input = np.array([n in inputs for n in ids], bool)
-        last = np.array([self.start[n] - 1 if n in self.in_place else self.last.get(n, self.start[n]) for n in ids], int)
+        last = [self.start[n] - 1 if n in self.in_place else self.last.get(n, self.start[n]) for n in ids]
         return Buffers(
             ids=ids,
             bytes_=np.array([self.bytes_of(n, inputs | outputs) for n in ids], float),
             start=np.array([self.start[n] for n in ids], int),
-            end=last,
+            end=np.array(last, int),
             reads=np.array([self.reads.get(n, 0) for n in ids], float),
             written=np.array([0.0 if n in self.unwritten else written.get(n, 1.0) for n in ids], float),
             is_input=is_input,

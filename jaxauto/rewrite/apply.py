@@ -7,7 +7,7 @@ an operation, every operand of one, every loop input and both ends of every resh
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxauto.core import Decisions, Graph, Node, Sharding
 from jaxauto.rewrite.evaluate import Pins, evaluator
+from jaxauto.rewrite.offload import offload
+from jaxauto.rewrite.program import Rewritten
 from jaxauto.rewrite.recompute import recompute
 
 
@@ -31,15 +33,14 @@ def partition_spec(sharding: Sharding) -> PartitionSpec:
 def apply(graph: Graph, decisions: Decisions, mesh: Any) -> Callable:
     """The function of flat arrays that runs ``graph`` as decided; to be jitted with the plan's shardings."""
     chosen = {b: kept for b, kept in enumerate(decisions.kept) if kept is not None}
-    if not chosen:
-        return evaluator(graph, _Constraints(decisions, mesh, {}, frozenset()))
-    rewritten = recompute(graph, chosen)
-    return evaluator(rewritten.graph, _Constraints(decisions, mesh, rewritten.origin, rewritten.stacked))
+    rewritten = offload(recompute(graph, chosen) if chosen else Rewritten(graph, {}), decisions.offloaded)
+    return evaluator(rewritten.graph, _Constraints(decisions, mesh, rewritten))
 
 
 class _Constraints(Pins):
-    def __init__(self, decisions: Decisions, mesh: Any, origin: Mapping[int, int], stacked: frozenset[int]):
-        self.decisions, self.mesh, self.origin, self.stacked = decisions, mesh, origin, stacked
+    def __init__(self, decisions: Decisions, mesh: Any, rewritten: Rewritten):
+        self.decisions, self.mesh, self.host = decisions, mesh, rewritten.host
+        self.origin, self.stacked = rewritten.origin, rewritten.stacked
         self.on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
         self.awaited: list = []
 
@@ -56,6 +57,8 @@ class _Constraints(Pins):
         return lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec))
 
     def value(self, number: int, array: Any) -> Any:
+        if number in self.host:  # pinned, it would have to be on the device
+            return array
         origin = self.origin.get(number, number)
         for sharding in (self.decisions.made.get(origin), self.decisions.values.get(origin)):
             array = array if sharding is None else self.pinned(array, sharding, stacked=number in self.stacked)

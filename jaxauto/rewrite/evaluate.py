@@ -10,6 +10,7 @@ from jax import lax
 
 from jaxauto import compat
 from jaxauto.core import Graph, Literal, Node
+from jaxauto.graph import TransferEqn
 
 
 class Pins:
@@ -113,7 +114,14 @@ def _barrier(node: Node, operands: list, pin: Pins) -> list:
         return pin.barrier(operands)
 
 
-_EVALUATE: dict[str, Callable] = {"optimization_barrier": _barrier, "scan": _scan, "while": _while, "cond": _cond}
+def _transfer(node: Node, operands: list, pin: Pins) -> list:
+    if not isinstance(node.eqn, TransferEqn):
+        return _equation(node, operands, pin)
+    with compat.source_of(node.eqn, node.scope):
+        return [compat.transferred(operands[0], node.params["space"])]
+
+
+_EVALUATE: dict[str, Callable] = {"optimization_barrier": _barrier, "device_put": _transfer, "scan": _scan, "while": _while, "cond": _cond}
 
 
 def jaxpr_of(graph: Graph) -> Any:

@@ -13,29 +13,12 @@ a barrier would be copied out of its stack first (``jax.checkpoint(prevent_cse=F
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-
-import jax.numpy as jnp
+from dataclasses import dataclass
 
 from jaxauto.blocks import Block, closure, find_blocks, phases
-from jaxauto.core import Graph, Literal, Node, Value
+from jaxauto.core import Graph, Literal, Node
 from jaxauto.flow import is_spread
-from jaxauto.graph import BarrierEqn, scan_links
-
-
-@dataclass(frozen=True)
-class Rewritten:
-    """A rewritten program.
-
-    Attributes:
-      graph: a new Graph; values that were there before have their old ids.
-      origin: id of each new value → id of the value that it is a copy of (the same array, or its stack over the trips of a scan).
-      stacked: ids in ``origin`` that are such stacks: one leading dimension more than their origin.
-    """
-
-    graph: Graph
-    origin: dict[int, int]
-    stacked: frozenset[int] = frozenset()
+from jaxauto.rewrite.program import Program, Rewritten, cotangent_at, read_as, readers_of, renamed, ripeness
 
 
 def recompute(graph: Graph, kept: Mapping[int, frozenset[int]]) -> Rewritten:
@@ -50,7 +33,7 @@ def recompute(graph: Graph, kept: Mapping[int, frozenset[int]]) -> Rewritten:
       ValueError: no such block, or a value that its block does not make.
     """
     blocks = find_blocks(graph)
-    program = _Program(graph)
+    program = Program(graph)
     straight: dict[int, list[tuple[Block, frozenset[int]]]] = {}
     for number in sorted(kept):
         block = _checked(blocks, number, kept[number])
@@ -74,106 +57,6 @@ def _checked(blocks: tuple[Block, ...], number: int, kept: Iterable[int]) -> Blo
     return block
 
 
-class _Program:
-    """A copy of a program that can be changed, with what has been added to it."""
-
-    def __init__(self, graph: Graph):
-        self.values = {number: Value(number, value.aval) for number, value in graph.values.items()}
-        self.origin: dict[int, int] = {}
-        self.stacked: set[int] = set()
-        self.nodes: dict[int, Node] = {}
-        self.graphs: dict[int, Graph] = {}
-        self.next_value = max(self.values, default=-1) + 1
-        self.top = self._copied(graph)
-        self.next_node = max(self.nodes, default=-1) + 1
-
-    def _copied(self, graph: Graph) -> Graph:
-        nodes = []
-        for node in graph.nodes:
-            self.nodes[node.id] = replace(node, bodies=tuple(self._copied(b) for b in node.bodies))
-            nodes.append(self.nodes[node.id])
-        self.graphs[id(graph)] = Graph(graph.inputs, graph.outputs, nodes, self.values, dict(graph.consts))
-        return self.graphs[id(graph)]
-
-    def fresh(self, like: int, stacked: int | None = None) -> int:
-        """A new value like an old one, or a stack of ``stacked`` of them."""
-        aval = self.values[like].aval
-        number = self.next_value
-        self.next_value += 1
-        if stacked is not None:
-            aval = aval.update(shape=(stacked, *aval.shape))
-            self.stacked.add(number)
-        self.values[number] = Value(number, aval)
-        self.origin[number] = self.origin.get(like, like)
-        return number
-
-    def barrier(self, numbers: list[int], near: Node) -> tuple[Node, dict[int, int]]:
-        """A node that lets ``numbers`` pass together, and their new names."""
-        names = {n: self.fresh(n) for n in numbers}
-        eqn = BarrierEqn(near.eqn, [self.values[n].aval for n in numbers])
-        node = Node(self._id(), eqn, "optimization_barrier", tuple(numbers), tuple(names.values()), near.scope, near.source, backward=True)
-        return node, names
-
-    def again(self, nodes: Iterable[Node], names: dict[int, int]) -> list[Node]:
-        """Copies of ``nodes`` that read ``names``; what they make is added to it."""
-        return [self._again(node, names) for node in nodes]
-
-    def _again(self, node: Node, names: dict[int, int]) -> Node:
-        inputs = renamed(node.inputs, names)
-        bodies = tuple(self._body_again(b) for b in node.bodies)
-        for out in node.outputs:
-            names[out] = self.fresh(out)
-        outputs = tuple(names[out] for out in node.outputs)
-        links = node.links
-        if bodies and node.prim != "scan":  # those of a scan are made anew by relink
-            inner = dict(names)
-            for old, new in zip(node.bodies, bodies, strict=True):
-                inner.update(zip(_all_ids(old), _all_ids(new), strict=True))
-            links = tuple(replace(k, source=inner.get(k.source, k.source), target=inner.get(k.target, k.target)) for k in links)
-        return replace(node, id=self._id(), inputs=inputs, outputs=outputs, bodies=bodies, links=links, backward=True)
-
-    def _body_again(self, graph: Graph) -> Graph:
-        names = {n: self.fresh(n) for n in (*graph.inputs, *graph.consts)}
-        nodes = self.again(graph.nodes, names)
-        consts = {names[n]: array for n, array in graph.consts.items()}
-        return Graph(tuple(names[n] for n in graph.inputs), renamed(graph.outputs, names), nodes, self.values, consts)
-
-    def _id(self) -> int:
-        self.next_node += 1
-        return self.next_node - 1
-
-    def relink(self, graph: Graph) -> None:
-        """Fill in producers, users and the links of scans."""
-        for node in graph.nodes:
-            for x in node.inputs:
-                if isinstance(x, int):
-                    self.values[x].users.append(node)
-            for out in node.outputs:
-                self.values[out].producer = node
-            if node.prim == "scan":
-                node.links = scan_links(node)
-            for body in node.bodies:
-                self.relink(body)
-
-
-def renamed(values: Iterable[int | Literal], names: Mapping[int, int]) -> tuple[int | Literal, ...]:
-    """``values`` with those that have a new name called by it."""
-    return tuple(names.get(x, x) if isinstance(x, int) else x for x in values)
-
-
-def _read_as(node: Node, names: Mapping[int, int]) -> None:
-    """Let ``node`` read new names; links of scans are made anew by relink."""
-    if names:
-        node.inputs = renamed(node.inputs, names)
-        if node.prim != "scan":
-            node.links = tuple(replace(k, source=names.get(k.source, k.source)) for k in node.links)
-
-
-def _all_ids(graph: Graph) -> list[int]:
-    """Ids of the inputs, constants and results of a graph, in a fixed order."""
-    return [*graph.inputs, *graph.consts, *(out for node in graph.nodes for out in node.outputs)]
-
-
 # ------------------------------------------------------------------------------------------------------- straight programs
 
 
@@ -190,16 +73,12 @@ class _Recomputation:
     dropped: frozenset[int]
 
 
-def _rewrite_straight(program: _Program, chosen: list[tuple[Block, frozenset[int]]]) -> None:
+def _rewrite_straight(program: Program, chosen: list[tuple[Block, frozenset[int]]]) -> None:
     original = chosen[0][0].graph
     graph = program.graphs[id(original)]
     phase = phases(original)
     position = {node.id: k for k, node in enumerate(graph.nodes)}
-    readers: dict[int, list[int]] = {}
-    for k, node in enumerate(graph.nodes):
-        for x in node.inputs:
-            if isinstance(x, int):
-                readers.setdefault(x, []).append(k)
+    readers = readers_of(graph)
     starts: dict[int, list[_Recomputation]] = {}
     for block, kept in chosen:
         nodes, reads = closure(block, kept)
@@ -211,18 +90,18 @@ def _rewrite_straight(program: _Program, chosen: list[tuple[Block, frozenset[int
             starts.setdefault(min(uses), []).append(_Recomputation(block.phase, nodes, reads, dropped))
     result: list[Node] = []
     names: _Names = {}
-    ripe = _ripeness(graph, phase)
+    ripe = ripeness(graph, phase)
     for k, node in enumerate(graph.nodes):
         for work in starts.get(k, ()):
-            cotangent = _cotangent(program, graph, k, phase, readers, position, ripe)
+            cotangent = cotangent_at(program, graph, k, phase, readers, position, ripe)
             result += _made_again(program, work, cotangent, node, names)
         late = {x: names[x][0] for x in node.inputs if isinstance(x, int) and x in names and phase[node.id] > names[x][1]}
-        _read_as(node, late)
+        read_as(node, late)
         result.append(node)
     graph.nodes = result
 
 
-def _made_again(program: _Program, work: _Recomputation, cotangent: int | None, near: Node, names: _Names) -> list[Node]:
+def _made_again(program: Program, work: _Recomputation, cotangent: int | None, near: Node, names: _Names) -> list[Node]:
     """The barrier and the copies of one block; ``names`` learns what later nodes read instead."""
     tie = names[cotangent][0] if cotangent in names else cotangent
     barrier, passed = program.barrier([*work.reads, *([] if tie is None else [tie])], near)
@@ -233,34 +112,10 @@ def _made_again(program: _Program, work: _Recomputation, cotangent: int | None, 
     return [barrier, *copies]
 
 
-def _ripeness(graph: Graph, phase) -> dict[int, int]:
-    """Value → the last forward position that it depends on: a true cotangent depends on the loss, a broadcast zero on nothing."""
-    ripe: dict[int, int] = {}
-    for k, node in enumerate(graph.nodes):
-        latest = max((ripe.get(x, -1) for x in node.inputs if isinstance(x, int)), default=-1)
-        ripe.update(dict.fromkeys(node.outputs, latest if phase[node.id] % 2 else k))
-    return ripe
-
-
-def _cotangent(program: _Program, graph: Graph, place: int, phase, readers, position, ripe) -> int | None:
-    """A value of the backward pass that is alive before the node at ``place`` and waits for most of the forward pass.
-
-    Of those what the node itself reads comes first, then arrays before scalars, then the youngest. Where the backward pass has made nothing
-    yet that depends on the forward one (that of a mean is a constant), what the forward pass made last, the loss, stands in.
-    """
-    read = {x for x in graph.nodes[place].inputs if isinstance(x, int)}
-    made = {out: n for n in graph.nodes[max(0, place - 400) : place] for out in n.outputs if phase[n.id] % 2}
-    live = [x for x in made if (x in read or max(readers.get(x, (-1,))) >= place) and ripe[x] >= 0]
-    if live:
-        return max(live, key=lambda x: (ripe[x], x in read, bool(program.values[x].shape), position[made[x].id]))
-    before = (out for n in reversed(graph.nodes[:place]) if phase[n.id] % 2 == 0 for out in n.outputs)
-    return next((x for x in before if not program.values[x].shape and jnp.issubdtype(program.values[x].dtype, jnp.floating)), None)
-
-
 # ------------------------------------------------------------------------------------------------------------ scan pairs
 
 
-def _rewrite_pair(program: _Program, block: Block, kept: frozenset[int]) -> None:
+def _rewrite_pair(program: Program, block: Block, kept: frozenset[int]) -> None:
     nodes, reads = closure(block, kept)
     made = {out for node in nodes for out in node.outputs}
     dropped = {v for v in block.residuals if v not in kept and v in made}
@@ -276,7 +131,7 @@ def _rewrite_pair(program: _Program, block: Block, kept: frozenset[int]) -> None
 class _Pair:
     """A forward scan and its backward scan, taken apart into consts, carries, xs and ys."""
 
-    def __init__(self, program: _Program, forward: Node, backward: Node):
+    def __init__(self, program: Program, forward: Node, backward: Node):
         self.program, self.forward, self.backward = program, forward, backward
         (self.fbody,), (self.bbody,) = forward.bodies, backward.bodies
         self.made_ys = dict(zip(forward.outputs[forward.num_carry :], self.fbody.outputs[forward.num_carry :], strict=True))
@@ -325,7 +180,7 @@ class _Pair:
         copies = self.program.again(nodes, names)
         names = {inner: names[value] for inner, value in replaced.items()}
         for node in self.bbody.nodes:
-            _read_as(node, names)
+            read_as(node, names)
         self.bbody.nodes = [*copies, *self.bbody.nodes]
         self.bbody.outputs = renamed(self.bbody.outputs, names)
         operands = [*self.consts, *self.carries, *self.xs]

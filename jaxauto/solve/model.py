@@ -22,15 +22,15 @@ from jaxauto.core import Kind, MeshAxes, Value
 from jaxauto.cost.compute import factor_dims, operation_seconds, traffic_seconds
 from jaxauto.cost.layout import padding
 from jaxauto.cost.reshard import passage_collectives, passage_tables
-from jaxauto.graph import value_bytes, walk
+from jaxauto.graph import HOST, value_bytes, walk
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
 from jaxauto.solve.fold import Key
 from jaxauto.solve.problem import MemoryRow, Problem
 from jaxauto.solve.remat import Variant
 from jaxauto.strategies import project, shards, states
 
-_FLEETING = 60  # equations that an array in on-chip memory may outlive
-_VMEM_SHARE = 0.25  # of on-chip memory that one array may take: others want to be there too
+FLEETING = 60  # equations that an array in on-chip memory may outlive
+VMEM_SHARE = 0.25  # of on-chip memory that one array may take: others want to be there too
 
 
 @dataclass(frozen=True)
@@ -161,24 +161,36 @@ class Model:
         times = np.array([self._times_of(int(n)) for n in self.variant.origin], float)
         moved = b.bytes_ * (b.reads + b.written) * times
         by_class = np.bincount(self.buffer_class, moved, minlength=len(self.classes))
-        fleeting = np.nonzero((b.end - b.start <= _FLEETING) & ~b.is_input & ~self.variant.stacked & (moved > 0))[0]
+        fleeting = np.nonzero((b.end - b.start <= FLEETING) & ~b.is_input & ~self.variant.stacked & (moved > 0))[0]
         fleeting = fleeting[np.lexsort((b.bytes_[fleeting], self.buffer_class[fleeting]))]
         found, first = np.unique(self.buffer_class[fleeting], return_index=True)
         fleeting_of = dict(zip(found.tolist(), np.split(fleeting, first[1:]), strict=False))
         fed = b.is_input & ~np.isin(self.variant.origin, list(self.program.known_early))
-        from_host = np.bincount(self.buffer_class, b.bytes_ * fed, minlength=len(self.classes))
+        from_host = np.bincount(self.buffer_class, b.bytes_ * fed + self._offloaded_bytes(), minlength=len(self.classes))
         for c, (v, _) in enumerate(self.classes):
             if by_class[c]:
                 near = self._kept_near(c, fleeting_of.get(c), moved) if self.chip.vmem_bytes else 0.0
                 self.problem.add_unary("compute", v, traffic_seconds((by_class[c] - near) / self.pieces[c], self.chip))
-            if from_host[c]:  # the batch comes anew each step: what a device does not get need not be sent
+            if from_host[
+                c
+            ]:  # the batch comes anew each step: what a device does not get need not be sent; what is offloaded goes and comes
                 self.problem.add_unary("prefetch", v, from_host[c] / self.pieces[c] / self.chip.host_bandwidth)
+
+    def _offloaded_bytes(self) -> np.ndarray:
+        """Bytes that go to host memory and come back in a step, counted at the buffer (of no size) that goes."""
+        moved = np.zeros(len(self.buffers.ids))
+        if self.variant.offloaded:
+            sent = {out for node in walk(self.variant.rewritten.graph) if node.params.get("space") == HOST for out in node.outputs}
+            for k in np.nonzero(np.isin(self.buffers.ids, list(sent)))[0]:
+                number = int(self.variant.origin[k])
+                moved[k] = 2.0 * value_bytes(self.values[number]) * self._times_of(number)
+        return moved
 
     def _kept_near(self, c: int, mine: np.ndarray | None, moved: np.ndarray) -> np.ndarray | float:
         """Of the bytes that class ``c`` moves, those of its short-lived buffers (``mine``, by size) that fit on-chip memory, by state."""
         if mine is None:
             return 0.0
-        fitting = np.searchsorted(self.buffers.bytes_[mine], _VMEM_SHARE * self.chip.vmem_bytes * self.pieces[c], side="right")
+        fitting = np.searchsorted(self.buffers.bytes_[mine], VMEM_SHARE * self.chip.vmem_bytes * self.pieces[c], side="right")
         return np.concatenate([[0.0], np.cumsum(moved[mine])])[fitting]
 
     def _operation_compute(self) -> None:

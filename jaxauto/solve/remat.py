@@ -2,6 +2,7 @@
 
 A level is a threshold on seconds per byte: in each block the residuals that cost less than that to make again are dropped, in the order of
 ``frontier.py``. Level 0 is the step as written. Thresholds are taken where together they drop even shares of all residual bytes.
+With offloading there are more levels: of what a level still keeps, the dearest to make again go to the host's memory, half or all of them.
 """
 
 from __future__ import annotations
@@ -20,21 +21,26 @@ from jaxauto.cost.compute import bytes_per_flop, operation_flops, traffic_second
 from jaxauto.cost.fusion import Buffers, find_buffers
 from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import Groups
-from jaxauto.rewrite.recompute import Rewritten, recompute
+from jaxauto.rewrite.offload import offload
+from jaxauto.rewrite.program import Rewritten
+from jaxauto.rewrite.recompute import recompute
 from jaxauto.rules import rule_for
 from jaxauto.solve.frontier import Drop, form, frontier
 
 MAX_LEVELS = 8
+_OFFLOADED = (0.5, 1.0)  # shares of what is kept
+_LARGE = 0.05  # of the largest residual: less is not worth a transfer
 _APART = 1.2  # prices nearer than this factor are one: alike layers shall not differ by rounding
 _ELEMENTWISE = 0.25  # of its traffic is what an elementwise equation costs again: most of it is fused away
 
 
 @dataclass(frozen=True)
 class Level:
-    """``kept[b]``: what block b keeps, None for as written."""
+    """``kept[b]``: what block b keeps, None for as written; ``offloaded``: what of it is kept in the host's memory."""
 
     threshold: float
     kept: tuple[frozenset[int] | None, ...]
+    offloaded: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,10 +51,12 @@ class Variant:
       rewritten: the new graph.
       buffers: its buffers; ``origin[k]`` is the value as written that buffer k is a copy of, ``stacked[k]`` whether it has one
         leading dimension more.
+      offloaded: values that are in host memory between the passes.
       extra: node id (as written) → how often it runs again in a step.
     """
 
     kept: tuple[frozenset[int] | None, ...]
+    offloaded: frozenset[int]
     rewritten: Rewritten
     buffers: Buffers
     origin: np.ndarray
@@ -76,6 +84,37 @@ class Remat:
             if kept != found[-1].kept:
                 found.append(Level(threshold, kept))
         return found
+
+    def levels_with_host(self) -> list[Level]:
+        """``levels()``, then those that offload."""
+        levels = self.levels()
+        found = list(levels)
+        for level in levels:
+            dearest = self._dearest(level)
+            for share in _OFFLOADED:
+                offloaded = frozenset(dearest[: math.ceil(share * len(dearest))])
+                if offloaded and all(offloaded != other.offloaded or level.kept != other.kept for other in found):
+                    found.append(Level(level.threshold, level.kept, offloaded))
+        return found
+
+    def _dearest(self, level: Level) -> list[int]:
+        """What a level keeps, large arrays only, what costs most to make again first; of loops what their recomputation starts from too."""
+        smallest = _LARGE * max((value_bytes(self.graph.values[v]) * b.count for b in self.blocks for v in b.residuals), default=0)
+        priced: list[tuple[float, int]] = []
+        for block, drops, kept in zip(self.blocks, self.drops, level.kept, strict=True):
+            price = {d.value: d.price for d in drops}
+            held = {*(block.residuals if kept is None else kept)}
+            if kept is not None and block.scan:
+                held |= {*closure(block, kept)[1]} & {
+                    *block.scan[0].bodies[0].inputs[block.scan[0].num_consts :][: block.scan[0].num_carry]
+                }
+            large = (v for v in held if value_bytes(self.graph.values[v]) * block.count >= smallest)
+            priced += [(-price.get(v, math.inf), v) for v in large]
+        return [v for _, v in sorted(priced)]
+
+    def values_of(self, b: int) -> frozenset[int]:
+        """Ids of the values of block ``b`` that can be saved: those it makes, and what a loop's body is given."""
+        return frozenset((*self.blocks[b].inputs, *(out for node in self.blocks[b].forward for out in node.outputs)))
 
     def _drops(self) -> list[list[Drop]]:
         """For each block its residuals in the order that they are dropped in; alike blocks are solved once, by places of values."""
@@ -133,27 +172,28 @@ class Remat:
             seconds = max(seconds, operation_flops(op) / (self.chip.flops_efficiency * self.chip.peak_flops(dtype)))
         return seconds
 
-    def variant(self, kept: Sequence[frozenset[int] | None]) -> Variant:
-        """The program that keeps ``kept``, with its buffers; cached."""
-        key = tuple(kept)
+    def variant(self, kept: Sequence[frozenset[int] | None], offloaded: frozenset[int] = frozenset()) -> Variant:
+        """The program that keeps ``kept``, ``offloaded`` of it in host memory, with its buffers; cached."""
+        key = tuple(kept), offloaded
         if key not in self._variants:
-            self._variants[key] = self._variant(key)
+            self._variants[key] = self._variant(*key)
         return self._variants[key]
 
-    def _variant(self, kept: tuple) -> Variant:
+    def _variant(self, kept: tuple, offloaded: frozenset[int]) -> Variant:
         chosen = {b: k for b, k in enumerate(kept) if k is not None}
-        rewritten = recompute(self.graph, chosen) if chosen else Rewritten(self.graph, {}, frozenset())
+        rewritten = offload(recompute(self.graph, chosen) if chosen else Rewritten(self.graph, {}), offloaded)
         graph = rewritten.graph
-        rules = self.groups.rules if not chosen else _rules(graph)
+        rules = self.groups.rules if graph is self.graph else _rules(graph)
         buffers = find_buffers(graph, rules, self.aliased, self.chip.platform, bytes_per_flop(self.chip))
         origin = np.array([rewritten.origin.get(int(n), int(n)) for n in buffers.ids], int)
         stacked = np.array([int(n) in rewritten.stacked for n in buffers.ids], bool)
+        buffers.bytes_[[int(n) in rewritten.host for n in buffers.ids]] = 0.0
         extra: dict[int, int] = {}
         for b, keep in chosen.items():
             nodes, _ = closure(self.blocks[b], keep)
             for node in nodes:
                 extra[node.id] = self.groups.times[node.id]
-        return Variant(kept, rewritten, buffers, origin, stacked, extra)
+        return Variant(kept, offloaded, rewritten, buffers, origin, stacked, extra)
 
 
 def _rules(graph: Graph) -> dict:

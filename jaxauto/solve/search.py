@@ -75,12 +75,14 @@ class Search:
         self.program, self.remat, self.mesh, self.chip = program, remat, mesh, chip
         self.allowed, self.deadline = allowed, deadline
         self.cache: dict = {}
+        self.levels: list[Level] = []
         self.bounds: dict[int, float] = {}
         self.price: float | None = None  # of memory, seconds per byte: where the level before ended
 
     def run(self, budget_bytes: float, levels: list[Level]) -> Found:
         """Search all ``levels`` under ``budget_bytes``; as long as they get faster, if the first fits without pressure."""
         started = time.monotonic()
+        self.levels = levels
         best: Candidate | None = None
         leanest: Candidate | None = None
         fitting: list[Candidate] = []
@@ -106,7 +108,7 @@ class Search:
 
     def level(self, number: int, level: Level, budget_bytes: float) -> list[Candidate]:
         """Candidates of one level: without pressure, then under rising and bisected prices of memory."""
-        model = self.model(self.remat.variant(level.kept))
+        model = self.model(self.remat.variant(level.kept, level.offloaded))
         free = self._unpriced(model, number)
         if free.peak_bytes <= budget_bytes:
             return [free]
@@ -222,9 +224,13 @@ class Search:
         """Let each block keep as much as the budget allows, by the chain's dynamic programme."""
         if best.level == 0 or not self.remat.blocks:
             return None
-        levels = self.remat.levels()
+        levels = self.levels
         options = [[self._option(best, b, level) for level in levels] for b in range(len(self.remat.blocks))]
-        chosen = levels.index(next(lv for lv in levels if lv.kept == best.variant.kept)) if best.level < len(levels) else 0
+        chosen = (
+            levels.index(next(lv for lv in levels if (lv.kept, lv.offloaded) == (best.variant.kept, best.variant.offloaded)))
+            if best.level < len(levels)
+            else 0
+        )
         held = sum(o[chosen].kept_bytes for o in options) + max(o[chosen].peak_bytes for o in options)
         room = budget_bytes - best.peak_bytes + held
         winner = None
@@ -233,7 +239,8 @@ class Search:
             if answer is None:
                 break
             kept = tuple(levels[c].kept[b] for b, c in enumerate(answer.choice))
-            mixed = self.candidate(self.model(self.remat.variant(kept)), best.x, best.level)
+            offloaded = frozenset().union(*(levels[c].offloaded & self.remat.values_of(b) for b, c in enumerate(answer.choice)))
+            mixed = self.candidate(self.model(self.remat.variant(kept, offloaded)), best.x, best.level)
             if mixed.peak_bytes <= budget_bytes:
                 winner = mixed
                 break
@@ -252,8 +259,8 @@ class Search:
             for n in nodes
             if n.id in self.remat.operations
         )
-        again = sum(size[v] for v in block.residuals if v not in held)
-        return Option(sum(size[v] for v in held) * block.count, again, seconds, block.name)
+        again = sum(size[v] for v in block.residuals if v not in held or v in level.offloaded)
+        return Option(sum(size[v] for v in held if v not in level.offloaded) * block.count, again, seconds, block.name)
 
     def _pieces(self, candidate: Candidate, number: int) -> float:
         return float(shards(candidate.model.position(candidate.x, number)[None], self.mesh.sizes)[0])
