@@ -19,6 +19,7 @@ from jaxauto.errors import ConstraintError
 from jaxauto.estimate import estimate
 from jaxauto.solve.search import Candidate
 from jaxauto.tables import duration, size
+from jaxauto.undivided import rounded
 
 if TYPE_CHECKING:
     from jaxauto.plan import Plan
@@ -150,3 +151,16 @@ def _by_kind(e: Estimate) -> dict[str, float]:
 def signed(amount: float, write: Callable[[float], str]) -> str:
     """``"+1.20 ms"``; nothing has no sign."""
     return ("+" if amount > 0 else "-" if amount < 0 else "") + write(abs(amount))
+
+
+def if_padded(plan: Plan) -> Estimate | None:
+    """The best plan on the same mesh and budget in which odd dimensions count as divisible; None: nothing fits, or a plan from a file."""
+    solved = solved_of(plan)
+    if solved is None:
+        return None
+    mesh = solved.found.best.model.mesh
+    step = replace(solved.step, groups=rounded(solved.step.groups, mesh))
+    options = replace(solved.options, time_limit=_TRIAL_SECONDS)
+    deadline = time.monotonic() + _TRIAL_SECONDS
+    found = planner.search(step, solved.remat, solved.levels, mesh, solved.target, plan.budget_bytes, options, deadline)
+    return estimate(found.best) if found.best is not None else None

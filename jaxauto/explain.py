@@ -14,8 +14,11 @@ from jaxauto import alternatives, compat
 from jaxauto.cost.compute import operation_seconds, traffic_seconds
 from jaxauto.errors import ArgumentError
 from jaxauto.naming import fold_paths, local_shape, mask, mask_all, mask_place, short_source, spec_text
+from jaxauto.options import mesh_axes
 from jaxauto.solve.search import Candidate, timeline
 from jaxauto.tables import Section, as_text, duration, share, size
+from jaxauto.targets.target import Target
+from jaxauto.undivided import undivided
 
 if TYPE_CHECKING:
     from jaxauto.plan import Plan
@@ -44,7 +47,7 @@ def _whole(plan: Plan) -> list[Section]:
     if solved is not None:
         sections.append(_largest(plan, solved.found.best))
         sections.append(_operations(plan, solved.found.best))
-    sections += [_collectives(plan), _meshes(plan), _alternatives(plan)]
+    sections += [_collectives(plan), _meshes(plan), _undivided(plan), _alternatives(plan)]
     return [s for s in sections if s.rows or s.lines]
 
 
@@ -137,6 +140,24 @@ def _meshes(plan: Plan) -> Section:
     ordered = sorted((s, name) for name, s in plan.solver.meshes.items())
     rows = [(name, duration(s) if s < math.inf else "does not fit") for s, name in ordered]
     return Section("Mesh shapes", ("mesh", ">seconds of a step"), rows)
+
+
+def _undivided(plan: Plan) -> Section:
+    """What could not be split, and what padding it would gain: the step is solved once more."""
+    e = plan.estimate
+    found = undivided(plan.in_paths, plan.in_avals, mesh_axes(dict(plan.mesh.shape), Target(plan.target)))
+    paths: dict[tuple[int, int, int], list[str]] = defaultdict(list)
+    for u in found:
+        paths[u.dim, u.size, u.padded].append(u.path)
+    rows = [(", ".join(n for n, _, _ in fold_paths(ps)[:3]), str(d), str(n), str(more)) for (d, n, more), ps in paths.items()]
+    better = alternatives.if_padded(plan) if rows else None
+    lines = []
+    if better is not None:
+        step, peak = better.step_time - e.step_time, better.peak_memory - e.peak_memory
+        time_ = f"{duration(better.step_time)} ({alternatives.signed(step, duration)})"
+        room = f"{size(better.peak_memory)} ({alternatives.signed(peak, size)})"
+        lines = [f"Padded, the best plan found takes {time_} and {room}: {alternatives.difference(e, better)}."]
+    return Section("What no mesh axis divides", ("argument", ">dimension", ">of size", ">padded to"), rows, lines)
 
 
 def _alternatives(plan: Plan) -> Section:

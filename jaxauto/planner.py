@@ -33,6 +33,7 @@ from jaxauto.solve.search import Candidate, Found, Search
 from jaxauto.strategies import shards
 from jaxauto.targets.target import Target, resolve
 from jaxauto.trace import Traced, trace
+from jaxauto.undivided import notes as undivided_notes
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ def build_plan(solved: Solved, best: Candidate, budget: float, options: Options)
             meshes=solved.meshes,
         ),
         fingerprint=fingerprint(step.graph),
-        notes=(*step.notes, *ignored_pins(step.groups, model.mesh)),
+        notes=(*step.notes, *ignored_pins(step.groups, model.mesh), *undivided_notes(traced.in_paths, traced.in_avals, model.mesh)),
         program=Program(step.fun, traced, step.graph, solved),
     )
 

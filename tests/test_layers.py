@@ -34,6 +34,7 @@ ORDER = [
         "naming",
         "writing",
         "alternatives",
+        "undivided",
         "export",
     },
     {"profile", "profile_memory", "profile_mesh", "profile_traffic", "timeline", "picture"},
