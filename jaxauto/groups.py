@@ -13,13 +13,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Literal, Node, OpRule, Value
 from jaxauto.flow import feeding_operations
 from jaxauto.graph import multiplicity, walk
-from jaxauto.rules import factor_sizes, rule_for
+from jaxauto.rules import rule_for
+from jaxauto.rules.matching import aligned, majors, positions, shardable_factors
 
 MAX_GROUP_DIMS = 5  # of its states, the ways to lay mesh axes on them, there are (dims + 1) ** axes
 
@@ -161,7 +162,7 @@ class _Grouping:
         if len(set(mapping.values())) != len(mapping):
             return False
         if group_a == group_b:
-            return all(x == y for x, y in mapping.items())
+            return all(x == y for y, x in mapping.items()) or self.merge(group_a, mapping)
         ga, gb = self.groups[group_a], self.groups[group_b]
         if len(ga.members) < len(gb.members) and not ga.leaf:
             return self.unite(b, a, [(j, i) for i, j in pairs])
@@ -179,6 +180,25 @@ class _Grouping:
         ga.leaf |= gb.leaf
         self.remap[group_b] = (group_a, mapping)
         del self.groups[group_b]
+        return True
+
+    def merge(self, number: int, pairs: Mapping[int, int]) -> bool:
+        """Make dimensions of one group one (logits and their gradient, tied by their row sums first); False where a member has both."""
+        group = self.groups[number]
+        name = list(range(len(group.sizes)))
+        for a, b in pairs.items():
+            name = [name[a] if n == name[b] else n for n in name]
+        kept = list(dict.fromkeys(name))
+        mapping = {d: kept.index(n) for d, n in enumerate(name)}
+        places = {m: tuple(WHOLE if d == WHOLE else mapping[d] for d in self.place[m][1]) for m in group.members}
+        if any(len(set(dims) - {WHOLE}) < sum(d != WHOLE for d in dims) for dims in places.values()):
+            return False
+        sizes = [math.gcd(*(n for d, n in enumerate(group.sizes) if mapping[d] == k)) for k in range(len(kept))]
+        merged = Group(next(self.ids), sizes, group.leaf, group.members)
+        self.groups[merged.id] = merged
+        self.place |= {m: (merged.id, dims) for m, dims in places.items()}
+        self.remap[number] = (merged.id, mapping)
+        del self.groups[number]
         return True
 
     # ------------------------------------------------------------------------------------------------------------- visiting
@@ -205,8 +225,8 @@ class _Grouping:
         operands = [(k, x) for k, x in enumerate(node.inputs) if not isinstance(x, Literal) and self.values[x].shape]
         for number, spec in zip(node.outputs, rule.results, strict=True):
             self.fresh(number)
-            for k, x in sorted(operands, key=lambda kx: -len(_majors(rule.operands[kx[0]]) & _majors(spec))):
-                pairs = _aligned(rule, rule.operands[k], spec)
+            for k, x in sorted(operands, key=lambda kx: -len(majors(rule.operands[kx[0]]) & majors(spec))):
+                pairs = aligned(rule, rule.operands[k], spec)
                 if pairs and not self.groups[self.place[x][0]].leaf and self.follows(rule, x, number, pairs):
                     self.unite(x, number, pairs)
         for k, x in operands:
@@ -230,7 +250,7 @@ class _Grouping:
     def pass_through(self, node: Node, rule: OpRule, k: int, x: int, out: int) -> None:
         """The edge from operand ``k`` to a result's group, unless it costs nothing."""
         spec = rule.results[node.outputs.index(out)]
-        target_of = {f: d for d, f in _positions(spec)}
+        target_of = {f: d for d, f in positions(spec)}
         group, dims = self.place[x]
         target, target_dims = self.place[out]
         pairs, reduced = [], []
@@ -354,7 +374,7 @@ class _Grouping:
         return group, mapping
 
     def operation(self, node: Node, rule: OpRule) -> Operation:
-        sizes = _shardable_factors(rule, node)
+        sizes = shardable_factors(rule, node.eqn)
         operands = [self.operand(x, rule.operands[k]) for k, x in enumerate(node.inputs) if not isinstance(x, Literal)]
         results = [self.operand(x, spec) for x, spec in zip(node.outputs, rule.results, strict=True)]
         return Operation(node, rule, tuple(sizes.items()), tuple(operands), tuple(results), self.times[node.id])
@@ -378,23 +398,3 @@ def _partners(node: Node, rule: OpRule, k: int, operands: int) -> list[int]:
 
 def _is_free(edge: Edge) -> bool:
     return edge.source == edge.target and not edge.reduced and all(a == b for a, b in edge.dims)
-
-
-def _majors(spec) -> set[str]:
-    return {factor for _, factor in _positions(spec)}
-
-
-def _positions(spec) -> list[tuple[int, str]]:
-    """(dimension, its major factor): only the major factor of a product can be split into contiguous blocks."""
-    return [(d, factors[0]) for d, factors in enumerate(spec) if factors]
-
-
-def _aligned(rule: OpRule, operand, result) -> list[tuple[int, int]]:
-    there = {f: d for d, f in _positions(result)}
-    return [(d, there[f]) for d, f in _positions(operand) if f in there and f not in rule.whole]
-
-
-def _shardable_factors(rule: OpRule, node: Node) -> dict[str, int]:
-    """Factors that may be split, with the size that mesh axes must divide: only majors of products, nothing that is whole."""
-    closed = {f for spec in (*rule.operands, *rule.results) for factors in spec for f in factors[1:]} | set(rule.whole)
-    return {f: n for f, n in factor_sizes(rule, node.eqn).items() if f not in closed and n > 1}

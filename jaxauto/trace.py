@@ -90,7 +90,8 @@ def abstract(leaf: Any, path: str = "") -> jax.ShapeDtypeStruct:
 def key_path(path: Any) -> str:
     """``(DictKey('params'), SequenceKey(0))`` → ``"params.0"``."""
     parts = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
-    if len(parts) > 1 and parts[-1] in ("value", "raw_value"):  # the box around an nnx variable says nothing
+    # The box around an nnx variable says nothing; a dict may have a "value" beside its "query" and "key".
+    if len(parts) > 1 and parts[-1] in ("value", "raw_value") and isinstance(path[-1], jax.tree_util.GetAttrKey):
         parts.pop()
     return ".".join(parts)
 

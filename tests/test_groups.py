@@ -57,6 +57,38 @@ def test_a_contradiction_leaves_an_edge():
     assert len({d for d in dims if d != WHOLE}) == 2
 
 
+def test_logits_and_their_gradient_are_sharded_alike():
+    """Their row sums tie them first, by one dimension; that must not leave the vocabulary with two names, of which one can be split."""
+
+    def step(x, w, labels):
+        def loss(w):
+            scores = jax.nn.log_softmax(x @ w)
+            return -jnp.take_along_axis(scores, labels[:, None], axis=-1).mean()
+
+        return jax.grad(loss)(w)
+
+    graph, groups = grouped(step, struct(16, 8), struct(8, 64), struct(16, dtype=jnp.int32))
+    made_by = {v.producer.prim: groups.place[n] for n, v in graph.values.items() if v.shape == (16, 64)}
+    forward, backward = made_by["sub"], made_by["scatter-add"]
+    assert forward == backward
+    assert sorted(groups.groups[forward[0]].sizes) == [16, 64]
+    wide = [e for e in groups.edges if e.source == e.target == forward[0] and not e.reduced]
+    assert not wide, "no logits are resharded on the way"
+
+
+def test_dimensions_that_one_array_has_both_stay_two():
+    """Products of all pairs and their transpose, tied by row sums: rows and columns are not the same dimension."""
+
+    def fun(x):
+        pairs = jnp.sin(x)
+        rows = pairs.sum(1)
+        return pairs, pairs * rows[:, None] + pairs.T * rows[:, None]
+
+    _graph, groups = grouped(fun, struct(8, 8))
+    group, dims = out_group(groups)
+    assert len(set(dims)) == len(groups.groups[group].sizes) == 2
+
+
 def test_splitting_a_dimension_keeps_the_major_part():
     graph, groups = grouped(lambda x: jnp.sin(x).reshape(8, 4, 16) * 2, struct(8, 64))
     group, dims = out_group(groups)

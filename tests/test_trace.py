@@ -29,6 +29,11 @@ def test_paths_name_every_leaf():
     assert trace(lambda x, scale: x * scale, (struct(2),), {"scale": struct()}).in_paths == ("0", "scale")
 
 
+def test_a_key_that_is_called_value_is_kept():
+    found = trace(lambda p: p["key"] @ p["value"], ({"key": struct(2, 3), "value": struct(3, 2)},))
+    assert found.in_paths == ("0.key", "0.value")
+
+
 def test_state_in_and_out_are_paired_and_donated():
     found = trace(step, (STATE, struct(8, 4)))
     assert found.state == ((0, 0), (1, 1), (2, 2))

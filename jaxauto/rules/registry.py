@@ -6,6 +6,7 @@ all others ``unknown_primitive_message`` is what the user should read once.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -149,7 +150,12 @@ def signature(eqn: Eqn) -> Hashable | None:
 
 
 def _aval_key(var: Var) -> tuple:
-    return shape_of(var), str(getattr(var.aval, "dtype", var.aval))
+    return shape_of(var), _text(getattr(var.aval, "dtype", var.aval))
+
+
+@functools.lru_cache(maxsize=256)
+def _text(dtype: Hashable) -> str:
+    return str(dtype)  # numpy builds the name anew each time
 
 
 def shape_of(var: Var) -> tuple[int, ...]:
