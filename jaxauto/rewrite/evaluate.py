@@ -17,7 +17,7 @@ class Pins:
     """Where arrays are pinned to shardings while a graph is evaluated; this one pins nothing."""
 
     def value(self, number: int, array: Any) -> Any:  # noqa: ARG002
-        """Called with every value as it is made; returns the array, pinned or not."""
+        """Called with every value as it is made, and with the initial carries of loops; returns the array, pinned or not."""
         return array
 
     def operand(self, node: Node, index: int, array: Any, operands: list) -> Any:  # noqa: ARG002
@@ -75,7 +75,7 @@ def _scan(node: Node, operands: list, pin: Pins) -> list:
         results = evaluate(body, [*consts, *carry, *x], {}, pin)
         return results[: node.num_carry], results[node.num_carry :]
 
-    init = [_as(body, number, array) for number, array in zip(body.inputs[first:last], init, strict=True)]
+    init = [pin.value(number, _as(body, number, array)) for number, array in zip(body.inputs[first:last], init, strict=True)]
     with compat.source_of(node.eqn, node.scope):
         carry, ys = lax.scan(step, init, xs, length=node.trips, reverse=node.reverse, unroll=node.params.get("unroll", 1))
     return [*carry, *ys]
@@ -93,7 +93,7 @@ def _while(node: Node, operands: list, pin: Pins) -> list:
     cond, body = node.bodies
     nc, nb = node.params["cond_nconsts"], node.params["body_nconsts"]
     cond_consts, body_consts, init = operands[:nc], operands[nc : nc + nb], operands[nc + nb :]
-    init = [_as(body, number, array) for number, array in zip(body.inputs[nb:], init, strict=True)]
+    init = [pin.value(number, _as(body, number, array)) for number, array in zip(body.inputs[nb:], init, strict=True)]
     with compat.source_of(node.eqn, node.scope):
         return lax.while_loop(
             lambda carry: evaluate(cond, [*cond_consts, *carry], {}, pin)[0],
