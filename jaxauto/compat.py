@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -124,6 +125,7 @@ def is_key_dtype(dtype: Any) -> bool:
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+@functools.lru_cache(maxsize=256)
 def itemsize(dtype: Any) -> float:
     """Bytes of one element; a PRNG key counts its uint32 words; int4 counts half a byte."""
     if is_key_dtype(dtype):

@@ -36,5 +36,9 @@ class ArgumentError(JaxAutoError):
     """An option or an argument of a call is unusable (deleted array, bad budget, more mesh than devices)."""
 
 
+class InternalError(JaxAutoError):
+    """jaxauto contradicts itself: a bug, never the user's fault. The message holds what a report of it should."""
+
+
 class UnknownPrimitiveWarning(UserWarning):
     """A primitive has no sharding rule: its operands are replicated there."""

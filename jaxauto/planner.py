@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
+import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +18,7 @@ from jaxauto import compat
 from jaxauto.blocks import closure
 from jaxauto.constraints import allowed_states, ignored_pins
 from jaxauto.core import Graph, MeshAxes
-from jaxauto.errors import InfeasibleError, UnknownPrimitiveWarning
+from jaxauto.errors import InfeasibleError, InternalError, UnknownPrimitiveWarning
 from jaxauto.estimate import estimate, memory_by_kind
 from jaxauto.flow import data_dependent, feeding_operations
 from jaxauto.graph import build, value_bytes, walk
@@ -25,11 +28,13 @@ from jaxauto.plan import Plan, Program, RematDecision, SolverReport
 from jaxauto.progress import Progress
 from jaxauto.rewrite.apply import partition_spec
 from jaxauto.rules import has_rule, unknown_primitive_message
+from jaxauto.solve.check import check
 from jaxauto.solve.decide import decisions_of, sharding_of_value
 from jaxauto.solve.fold import fold
 from jaxauto.solve.model import Program as Decided
 from jaxauto.solve.remat import Level, Remat
 from jaxauto.solve.search import Candidate, Found, Search
+from jaxauto.solve.tighten import WORK_PER_SECOND
 from jaxauto.strategies import shards
 from jaxauto.targets.target import Target, resolve
 from jaxauto.trace import Traced, trace
@@ -82,7 +87,7 @@ class Solved:
 
 def make_plan(fun: Callable, args: tuple, kwargs: dict, options: Options) -> Plan:
     """Plan ``fun(*args, **kwargs)``; static arguments are bound already. See ``jaxauto.plan``."""
-    with Progress(options.progress) as progress:
+    with Progress(options.progress) as progress, _no_garbage():
         progress("tracing")
         step = read(fun, args, kwargs, options.donate_argnums)
         target = resolve(options.target)
@@ -98,6 +103,19 @@ def make_plan(fun: Callable, args: tuple, kwargs: dict, options: Options) -> Pla
             progress("certifying with the compiler")
             plan = certified(plan, budget, options, progress, must=options.certify is True)
         return plan
+
+
+@contextlib.contextmanager
+def _no_garbage() -> Iterator[None]:
+    """No search for cycles while a plan is made: it holds millions of objects, all in use, and the search takes a quarter of the time."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def read(fun: Callable, args: tuple, kwargs: dict, donate_argnums: Any = None) -> Step:
@@ -150,7 +168,8 @@ def solve(step: Step, target: Target, budget: float, options: Options, progress:
     results: list[tuple[MeshAxes, Found]] = []
     for number, mesh in enumerate(meshes):
         progress(f"solving mesh {'x'.join(map(str, mesh.sizes))} ({number + 1} of {len(meshes)})")
-        results.append((mesh, search(step, remat, levels, mesh, target, budget, options, deadline)))
+        best = min((found.best.seconds for _, found in results if found.best is not None), default=math.inf)
+        results.append((mesh, search(step, remat, levels, mesh, target, budget, options, deadline, best)))
         if time.monotonic() > deadline:
             break
     fitting = [(mesh, found) for mesh, found in results if found.best is not None]
@@ -163,15 +182,41 @@ def solve(step: Step, target: Target, budget: float, options: Options, progress:
     everything = tuple(candidate for _, f in fitting for candidate in f.fitting)
     solved = Solved(step, target, remat, levels, found, seconds, options, everything)
     assert found.best is not None
+    _checked(found.best, step, budget, options)
     return build_plan(solved, found.best, budget, options)
 
 
-def search(step: Step, remat: Remat, levels, mesh: MeshAxes, target: Target, budget: float, options: Options, deadline: float) -> Found:
-    """Search one mesh."""
+def _checked(best: Candidate, step: Step, budget: float, options: Options) -> None:
+    """Every answer is recomputed from the graph before it is given out.
+
+    Raises:
+      InternalError: it is not what the solver took it for.
+    """
+    wrong = check(best, budget, allowed_states(options.constraints, step.traced, step.groups, best.model.mesh))
+    if wrong:
+        raise InternalError(
+            f"the plan found on mesh {best.model.mesh.shape} does not hold up when it is recomputed from the graph: {'; '.join(wrong)}. "
+            "This is a bug in jaxauto: please report it with the step that shows it."
+        )
+
+
+def search(
+    step: Step,
+    remat: Remat,
+    levels: list[Level],
+    mesh: MeshAxes,
+    target: Target,
+    budget: float,
+    options: Options,
+    deadline: float,
+    rival: float = math.inf,
+) -> Found:
+    """Search one mesh; ``rival``: seconds of the best plan on the meshes before."""
     allowed = allowed_states(options.constraints, step.traced, step.groups, mesh)
     alike = fold(step.groups, {g: mask.tobytes() for g, mask in allowed.items()})
     program = Decided(step.groups, alike, step.known_early, step.late_only)
-    return Search(program, remat, mesh, target.chip, allowed, deadline).run(budget, levels)
+    work = options.time_limit * WORK_PER_SECOND
+    return Search(program, remat, mesh, target.chip, allowed, deadline, work, rival).run(budget, levels)
 
 
 def _mesh_in_step(step: Step) -> dict[str, int] | None:

@@ -10,7 +10,8 @@ import helpers
 import pytest
 
 import jaxauto
-from jaxauto.cost import reshard
+from jaxauto.cost import halo, reshard
+from jaxauto.solve import check
 
 MODELS = list(helpers.STEPS)
 MESH_NAMES = list(helpers.MESHES)
@@ -19,7 +20,8 @@ MESH_NAMES = list(helpers.MESHES)
 @pytest.fixture
 def free_communication(monkeypatch):
     """Collectives cost next to nothing: the planner splits everything."""
-    monkeypatch.setattr(reshard, "collective_seconds", lambda kind, full_bytes, sizes, links: full_bytes * 1e-18)
+    for module in (reshard, halo, check):
+        monkeypatch.setattr(module, "collective_seconds", lambda kind, full_bytes, sizes, links: full_bytes * 1e-18)
 
 
 def same(step, args, steps=3, **options):

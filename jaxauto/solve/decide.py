@@ -9,7 +9,8 @@ import numpy as np
 from jaxauto.core import Decisions, LinkKind, Sharding
 from jaxauto.graph import walk
 from jaxauto.groups import Edge
-from jaxauto.solve.model import Model, edge_layout, reduced_factors
+from jaxauto.solve.model import Model
+from jaxauto.solve.positions import edge_layout, reduced_factors
 from jaxauto.solve.search import Candidate
 from jaxauto.strategies import WHOLE, project, sharding_of
 

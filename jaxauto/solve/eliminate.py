@@ -3,9 +3,10 @@
     h_i(x_N) = min_{x_i} Σ_{tables t with i} t(x_i, x_N)       N: the neighbours of i when it is eliminated     ``_eliminate``
     x_i*     = argmin at the neighbours' best states, last eliminated first                                     ``_decode``
 
-(Bertelè and Brioschi, 1972; bucket elimination, Dechter 1999.) Cost: Π of the sizes of the largest neighbourhood. Where that would exceed
-``MAX_ENTRIES`` the bucket is split, each part minimised on its own (mini-buckets): the value is then a lower bound, and the decoded answer
-is improved by coordinate descent and by elimination over the few best states of each variable (a large neighbourhood).   ``improve``
+(Bertelè and Brioschi, 1972; bucket elimination, Dechter 1999.) Cost: Π of the sizes of the largest neighbourhood. Where that would
+exceed ``MAX_ENTRIES`` the bucket is split, each part minimised on its own (mini-buckets), after costs have moved between the parts until
+they agree on i (``_shared``; Ihler, Flerova, Dechter and Otten, 2012): the value is then a lower bound, and the decoded answer is improved
+by coordinate descent and by elimination over the few best states of each variable (a large neighbourhood).         ``improve``
 """
 
 from __future__ import annotations
@@ -24,22 +25,52 @@ Table = tuple[tuple[int, ...], np.ndarray]
 
 @dataclass(frozen=True)
 class Elimination:
-    """``x``: a state for each variable; ``bound`` ≤ the minimum; ``value``: the cost of x, equal to the bound when ``exact``."""
+    """``x``: a state for each variable; ``bound`` ≤ the minimum; ``value``: the cost of x, equal to the bound when ``exact``.
+
+    ``work``: entries of all tables that were made.
+    """
 
     x: np.ndarray
     value: float
     bound: float
     exact: bool
+    work: int = 0
 
 
-def eliminate(unary: list[np.ndarray], pairs: dict[tuple[int, int], np.ndarray]) -> Elimination:
-    """Minimise Σ_i unary[i][x_i] + Σ_ij pairs[i, j][x_i, x_j]."""
-    sizes, buckets, neighbours = _tables(unary, pairs)
-    order, choices, bound, exact = _eliminate(sizes, buckets, neighbours)
-    x = _decode(sizes, order, choices)
+def eliminate(unary: list[np.ndarray], pairs: dict[tuple[int, int], np.ndarray], entries: int = MAX_ENTRIES) -> Elimination:
+    """Minimise Σ_i unary[i][x_i] + Σ_ij pairs[i, j][x_i, x_j], with tables of at most ``entries``."""
+    parts, bound, exact = _eliminate(*_tables(unary, pairs), entries)
+    x = _decode(unary, parts)
     if not exact:
         x = improve(unary, pairs, descend(unary, pairs, x), bound)
-    return Elimination(x, value_of(unary, pairs, x), bound, exact)
+    return Elimination(x, value_of(unary, pairs, x), bound, exact, sum(part.message.size * len(unary[part.variable]) for part in parts))
+
+
+def least_with(
+    unary: list[np.ndarray], pairs: dict[tuple[int, int], np.ndarray], entries: int = MAX_ENTRIES
+) -> tuple[list[np.ndarray], float, int]:
+    """For each state of each variable a lower bound on the cost of every answer that has it, a lower bound on all, and ``work``.
+
+    The same elimination, then backwards: each bucket is told the least that all the others cost for each state of its neighbours.
+    """
+    sizes, buckets, neighbours = _tables(unary, pairs)
+    parts, bound, _ = _eliminate(sizes, buckets, neighbours, entries)
+    least = [np.full(n, -np.inf) for n in sizes]
+    made_by = {id(part.message): k for k, part in enumerate(parts)}
+    told: dict[int, np.ndarray] = {}
+    for k in range(len(parts) - 1, -1, -1):
+        part = parts[k]
+        scope = (part.variable, *part.scope)
+        joint = _sum(scope, part.tables, sizes) + told.pop(k, 0.0)
+        own = joint.min(axis=tuple(range(1, joint.ndim)))
+        least[part.variable] = np.maximum(least[part.variable], own - own.min() + bound)
+        for of, table in part.tables:
+            child = made_by.get(id(table))
+            if child is not None:
+                others = tuple(d for d, j in enumerate(scope) if j not in of)
+                kept = [j for j in scope if j in of]
+                told[child] = joint.min(axis=others).transpose([kept.index(j) for j in of]) - table
+    return least, bound, sum(part.message.size * sizes[part.variable] for part in parts)
 
 
 def improve(unary, pairs, x: np.ndarray, bound: float) -> np.ndarray:
@@ -50,9 +81,9 @@ def improve(unary, pairs, x: np.ndarray, bound: float) -> np.ndarray:
             break
         near = nearest(unary, pairs, x, _NEAR)
         small = {(i, j): table[np.ix_(near[i], near[j])] for (i, j), table in pairs.items()}
-        sizes = [len(n) for n in near]
-        order, choices, _, _ = _eliminate(*_tables([u[n] for u, n in zip(unary, near, strict=True)], small))
-        picked = descend(unary, pairs, np.array([n[s] for n, s in zip(near, _decode(sizes, order, choices), strict=True)]))
+        few = [u[n] for u, n in zip(unary, near, strict=True)]
+        parts, _, _ = _eliminate(*_tables(few, small), MAX_ENTRIES)
+        picked = descend(unary, pairs, np.array([n[s] for n, s in zip(near, _decode(few, parts), strict=True)]))
         better = value_of(unary, pairs, picked)
         if better >= value - 1e-9 * abs(value):
             break
@@ -86,10 +117,21 @@ def value_of(unary, pairs, x: np.ndarray) -> float:
     return sum(float(u[x[i]]) for i, u in enumerate(unary)) + sum(float(t[x[i], x[j]]) for (i, j), t in pairs.items())
 
 
-def _eliminate(sizes, buckets: dict[int, list[Table]], neighbours: dict[int, set[int]]):
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A (mini-)bucket: ``tables`` over (variable, *scope), ``best`` state and ``message``, the least cost, for each state of ``scope``."""
+
+    variable: int
+    scope: tuple[int, ...]
+    tables: list[Table]
+    best: np.ndarray
+    message: np.ndarray
+
+
+def _eliminate(sizes, buckets: dict[int, list[Table]], neighbours: dict[int, set[int]], entries: int) -> tuple[list[_Part], float, bool]:
+    """The parts in the order of elimination, a lower bound on the minimum, and whether it is the minimum."""
     bound, exact = 0.0, True
-    order: list[int] = []
-    choices: list[list[tuple[tuple[int, ...], np.ndarray]]] = []
+    order: list[_Part] = []
     queue = [(_weight(i, sizes, neighbours), i) for i in neighbours]
     heapq.heapify(queue)
     done: set[int] = set()
@@ -101,23 +143,19 @@ def _eliminate(sizes, buckets: dict[int, list[Table]], neighbours: dict[int, set
         if now > weight:
             heapq.heappush(queue, (now, i))
             continue
-        parts = _split(i, buckets.pop(i), sizes)
+        parts = _split(i, buckets.pop(i), sizes, entries)
         exact &= len(parts) == 1
-        picks = []
-        for scope, tables in parts:
+        for (scope, tables), shift in zip(parts, _shared(i, parts, sizes), strict=True):
+            tables = [*tables, ((i,), shift)] if len(parts) > 1 else tables
             summed = _sum((i, *scope), tables, sizes)
             best = summed.argmin(0)
             message = np.take_along_axis(summed, best[None], 0)[0]
-            picks.append((scope, best.astype(np.int16)))
+            order.append(_Part(i, scope, tables, best.astype(np.int16), message))
             for j in scope:
                 buckets[j] = [t for t in buckets[j] if not any(t[1] is u[1] for u in tables)]
-            if scope:
-                for j in scope:
-                    buckets[j].append((scope, message))
-            else:
+                buckets[j].append((scope, message))
+            if not scope:
                 bound += float(message)
-        order.append(i)
-        choices.append(picks)
         done.add(i)
         around = neighbours.pop(i)
         for j in around:
@@ -129,20 +167,28 @@ def _eliminate(sizes, buckets: dict[int, list[Table]], neighbours: dict[int, set
                 neighbours[j] |= set(scope) - {j}
         for j in around:
             heapq.heappush(queue, (_weight(j, sizes, neighbours), j))
-    return order, choices, bound, exact
+    return order, bound, exact
+
+
+def _shared(i: int, parts, sizes) -> list[np.ndarray]:
+    """What moves between the parts of a bucket so that each state of ``i`` costs at least the same in all: the bound gains."""
+    if len(parts) == 1:
+        return [np.zeros(0)]
+    own = [_sum((i, *scope), tables, sizes).reshape(sizes[i], -1).min(1) for scope, tables in parts]
+    return [sum(own) / len(own) - o for o in own]
 
 
 def _weight(i: int, sizes, neighbours) -> float:
     return math.log(sizes[i]) + sum(math.log(sizes[j]) for j in neighbours[i])
 
 
-def _split(i: int, tables: list[Table], sizes) -> list[tuple[tuple[int, ...], list[Table]]]:
-    """Mini-buckets: tables first-fit into parts whose joint scope stays under MAX_ENTRIES."""
+def _split(i: int, tables: list[Table], sizes, entries: int) -> list[tuple[tuple[int, ...], list[Table]]]:
+    """Mini-buckets: tables first-fit into parts whose joint scope stays under ``entries``."""
     parts: list[tuple[set[int], list[Table]]] = []
     for scope, table in sorted(tables, key=lambda t: -t[1].size):
         others = set(scope) - {i}
         for joint, members in parts:
-            if math.prod(sizes[j] for j in joint | others) * sizes[i] <= MAX_ENTRIES:
+            if math.prod(sizes[j] for j in joint | others) * sizes[i] <= entries:
                 joint |= others
                 members.append((scope, table))
                 break
@@ -163,11 +209,16 @@ def _sum(scope: tuple[int, ...], tables: list[Table], sizes) -> np.ndarray:
     return total
 
 
-def _decode(sizes, order, choices) -> np.ndarray:
-    x = np.zeros(len(sizes), int)
-    for i, picks in zip(reversed(order), reversed(choices), strict=True):
-        scope, best = max(picks, key=lambda pick: len(pick[0]))
-        x[i] = best[tuple(x[j] for j in scope)]
+def _decode(unary: list[np.ndarray], parts: list[_Part]) -> np.ndarray:
+    """States of the least cost, last eliminated first; of the parts of one bucket the widest decides."""
+    widest: dict[int, _Part] = {}
+    for part in parts:
+        kept = widest.get(part.variable)
+        if kept is None or len(part.scope) > len(kept.scope):
+            widest[part.variable] = part
+    x = np.zeros(len(unary), int)
+    for i, part in reversed(widest.items()):
+        x[i] = part.best[tuple(x[j] for j in part.scope)]
     return x
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from jaxauto.core import Kind, Value
-from jaxauto.graph import value_bytes, walk
+from jaxauto.graph import HOST, value_bytes, walk
 from jaxauto.groups import WHOLE, Groups
+from jaxauto.solve.remat import Variant
 
 
 def narrowing(groups: Groups) -> frozenset[int]:
@@ -21,6 +24,22 @@ def spatial_dims(groups: Groups) -> frozenset[tuple[int, int]]:
     places = ((o, d) for op in convolutions for o in (*op.operands, *op.results) for d in enumerate(o.dims))
     named = ((groups.place[o.value], i, f) for o, (i, (_, f)) in places)
     return frozenset((group, dims[i]) for (group, dims), i, f in named if f.startswith("s") and dims[i] != WHOLE)
+
+
+def offloaded_bytes(variant: Variant, groups: Groups) -> np.ndarray:
+    """Bytes that go to host memory and come back in a step, whole arrays, counted at the buffer (of no size) that goes: ``[buffers]``."""
+    moved = np.zeros(len(variant.buffers.ids))
+    if variant.offloaded:
+        sent = [out for node in walk(variant.rewritten.graph) if node.params.get("space") == HOST for out in node.outputs]
+        for k in np.nonzero(np.isin(variant.buffers.ids, sent))[0]:
+            value = groups.graph.values[int(variant.origin[k])]
+            moved[k] = 2.0 * value_bytes(value) * (groups.times[value.producer.id] if value.producer else trips(groups, value.id))
+    return moved
+
+
+def trips(groups: Groups, number: int) -> int:
+    """How often a step gives a loop's body one of its inputs; 1 for what is no such input."""
+    return next((node.trips for node in walk(groups.graph) for body in node.bodies if number in body.inputs), 1)
 
 
 def _narrower(values: Mapping[int, Value], result: int, operand: int) -> bool:

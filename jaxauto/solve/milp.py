@@ -5,7 +5,7 @@ r"""The Problem as a mixed-integer linear programme, solved by HiGHS (scipy.opti
     Σ_s x[i,s] = 1                               one state for each variable                          ``_choice_rows``
     Σ_t y[i,j,s,t] = x[i,s]                      a pair of states only where both are chosen          ``_pair_rows``
     Σ_s y[i,j,s,t] = x[j,t]                                                                           ``_pair_rows``
-    Σ_i Σ_s rows_r,i[s] x[i,s] ≤ budget − base_r                                                      ``_memory_rows``
+    Σ_i Σ_s rows_r,i[s] x[i,s] + Σ_ij Σ_st rows_r,ij[s,t] y[i,j,s,t] ≤ budget − base_r                ``_memory_rows``
     x ∈ {0, 1},  y ≥ 0
 
 Only the states in ``candidates`` take part: with all of them the answer is optimal, with some it is the best in a neighbourhood.
@@ -14,7 +14,7 @@ Only the states in ``candidates`` take part: with all of them the answer is opti
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from jaxauto.solve.problem import HIDDEN_SHARE, RESOURCES, Problem
 
-_NODES = 200  # a limit in nodes, not seconds, gives the same plan on a busy machine
+_NODES = 200
 
 
 class Status(enum.Enum):
@@ -54,24 +54,26 @@ def solve_milp(
     candidates: Sequence[np.ndarray] | None = None,
     time_limit: float = 10.0,
     relative_gap: float = 1e-4,
+    node_limit: int = _NODES,
 ) -> MilpSolution:
     """Solve ``problem`` under ``budget_bytes`` for every memory row.
 
     Args:
       candidates: for each variable the states that take part; None: all.
       time_limit: seconds; the best answer found is returned with status TIME_LIMIT.
+      node_limit: of the tree, alike. In nodes, not seconds, it gives the same answer on a busy machine.
     """
     program = _Program(problem, candidates or [np.arange(n) for n in problem.sizes])
-    return program.solve(budget_bytes, time_limit, relative_gap)
+    return program.solve(budget_bytes, time_limit, relative_gap, node_limit)
 
 
 class _Program:
     def __init__(self, problem: Problem, candidates: Sequence[np.ndarray]):
         self.problem, self.candidates = problem, candidates
         self.offset = np.cumsum([0, *(len(c) for c in candidates)])
-        self.pairs = sorted({k for r in RESOURCES for k in problem.pairs[r]})
-        self.tables = {r: {k: t[np.ix_(candidates[k[0]], candidates[k[1]])] for k, t in problem.pairs[r].items()} for r in RESOURCES}
-        self.pairs = [k for k in self.pairs if any(k in self.tables[r] and not _constant(self.tables[r][k]) for r in RESOURCES)]
+        self.tables = {r: self._restricted(problem.pairs[r]) for r in RESOURCES}
+        self.moved = [self._restricted(row.pairs) for row in problem.rows]
+        self.pairs = sorted({k for tables in (*self.tables.values(), *self.moved) for k, t in tables.items() if not _constant(t)})
         widths = [len(candidates[i]) * len(candidates[j]) for i, j in self.pairs]
         self.pair_offset = self.offset[-1] + np.cumsum([0, *widths])
         self.time = int(self.pair_offset[-1])
@@ -80,7 +82,10 @@ class _Program:
         self.lower: list[np.ndarray] = []
         self.upper: list[np.ndarray] = []
 
-    def solve(self, budget_bytes: float, time_limit: float, relative_gap: float) -> MilpSolution:
+    def _restricted(self, pairs: Mapping[tuple[int, int], np.ndarray]) -> dict[tuple[int, int], np.ndarray]:
+        return {(i, j): table[np.ix_(self.candidates[i], self.candidates[j])] for (i, j), table in pairs.items()}
+
+    def solve(self, budget_bytes: float, time_limit: float, relative_gap: float, node_limit: int) -> MilpSolution:
         scale = self._scale()
         self._choice_rows()
         self._pair_rows()
@@ -96,7 +101,7 @@ class _Program:
             constraints=LinearConstraint(matrix, np.concatenate(self.lower), np.concatenate(self.upper)),
             integrality=integrality,
             bounds=Bounds(0, upper),
-            options={"time_limit": time_limit, "mip_rel_gap": relative_gap, "node_limit": _NODES},
+            options={"time_limit": time_limit, "mip_rel_gap": relative_gap, "node_limit": node_limit},
         )
         status = _STATUS.get(result.status, Status.FAILED)
         bound = float(result.mip_dual_bound) * scale if result.mip_dual_bound is not None else -np.inf
@@ -138,12 +143,15 @@ class _Program:
 
     def _linear(self, resource: str) -> tuple[np.ndarray, float]:
         """A resource as coefficients and a constant."""
+        return self._coefficients(self.problem.unary[resource], self.tables[resource])
+
+    def _coefficients(self, unary: Mapping[int, np.ndarray], pairs: Mapping[tuple[int, int], np.ndarray]) -> tuple[np.ndarray, float]:
         row = np.zeros(self.size)
         constant = 0.0
-        for i, table in self.problem.unary[resource].items():
+        for i, table in unary.items():
             row[self.offset[i] : self.offset[i + 1]] += table[self.candidates[i]]
         place = dict(zip(self.pairs, self.pair_offset, strict=False))
-        for key, table in self.tables[resource].items():
+        for key, table in pairs.items():
             if key in place:
                 row[place[key] : place[key] + table.size] += table.ravel()
             else:
@@ -161,11 +169,9 @@ class _Program:
             self._add(sparse.coo_array(row[None]), (constant + base) / scale, np.inf)
 
     def _memory_rows(self, budget_bytes: float) -> None:
-        for memory in self.problem.rows:
-            row = np.zeros(self.size)
-            for i, vector in memory.vectors.items():
-                row[self.offset[i] : self.offset[i + 1]] += vector[self.candidates[i]]
-            self._add(sparse.coo_array(row[None] / budget_bytes), -np.inf, 1.0 - memory.base / budget_bytes)
+        for memory, moved in zip(self.problem.rows, self.moved, strict=True):
+            row, constant = self._coefficients(memory.vectors, moved)
+            self._add(sparse.coo_array(row[None] / budget_bytes), -np.inf, 1.0 - (memory.base + constant) / budget_bytes)
 
 
 def _constant(table: np.ndarray) -> bool:

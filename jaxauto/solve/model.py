@@ -4,8 +4,9 @@ Tables (each line names the function that builds it)
 - compute of operations: roofline of each strategy                                             ``_operation_compute``
 - compute of groups: HBM traffic of their materialised members                                 ``_traffic``
 - passages: resharding an array from a group's state to another's or to an operand's layout    ``_edges``, ``_operands``
+- halos: what neighbours send for a window on a split dimension                                ``_operation_compute``
 - results: partial sums and resharding from a strategy to the group of its result              ``_results``
-- memory rows: bytes of the buffers alive at a position                                        ``memory_row``
+- memory rows: bytes alive at a position, of buffers and of arrays resharded there             ``memory_row``
 Alike groups and operations share one variable (``fold.py``); their tables are summed.
 """
 
@@ -18,13 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from jaxauto.core import Kind, MeshAxes, Value
+from jaxauto.core import MeshAxes
 from jaxauto.cost.compute import factor_dims, operation_seconds, traffic_seconds
+from jaxauto.cost.halo import SIDES, halo_collectives
 from jaxauto.cost.layout import padding
 from jaxauto.cost.reshard import passage_collectives, passage_tables
-from jaxauto.graph import HOST, value_bytes, walk
+from jaxauto.graph import value_bytes
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
+from jaxauto.solve.facts import narrowing, offloaded_bytes, spatial_dims
 from jaxauto.solve.fold import Key
+from jaxauto.solve.positions import edge_layout, moved_share, reduced_factors
 from jaxauto.solve.problem import MemoryRow, Problem
 from jaxauto.solve.remat import Variant
 from jaxauto.strategies import project, shards, states
@@ -65,8 +69,9 @@ class Model:
         self.problem = Problem.empty()
         self.variable: dict[Key, int] = {}
         self.states: list[np.ndarray] = []
-        self.narrowing = self.cached(("narrowing",), lambda: _narrowing(program.groups))
+        self.narrowing = self.cached(("narrowing",), lambda: narrowing(program.groups))
         self.operation_of: dict[int, Operation] = {}
+        self.operations_at: dict[int, list[Operation]] = defaultdict(list)  # position → what runs there
         allowed = allowed or {}
         merged: dict[Key, np.ndarray] = {}
         for g, mask in allowed.items():
@@ -76,6 +81,8 @@ class Model:
             self._add(("group", g.id), tuple(g.sizes), merged)
         for op in self.groups.operations:
             self.operation_of[op.node.id] = op
+            if op.node.id in self.buffers.position:
+                self.operations_at[self.buffers.position[op.node.id]].append(op)
             self._add(("operation", op.node.id), tuple(n for _, n in op.factors), {})
         self._classes()
         self._traffic()
@@ -105,7 +112,7 @@ class Model:
         index: dict[tuple, int] = {}
         self.buffer_class = np.empty(len(self.buffers.ids), int)
         tile, values, b = self.chip.tile, self.variant.rewritten.graph.values, self.buffers
-        spatial = self.cached(("spatial",), lambda: _spatial(self.groups)) if tile else frozenset()
+        spatial = self.cached(("spatial",), lambda: spatial_dims(self.groups)) if tile else frozenset()
         for k, (number, stacked) in enumerate(zip(self.variant.origin, self.variant.stacked, strict=True)):
             group, dims = self.groups.place[int(number)]
             dims = (WHOLE, *dims) if stacked else dims
@@ -139,7 +146,27 @@ class Model:
                 base += float(vector[0])
             else:
                 vectors[v] = vectors[v] + vector if v in vectors else vector
-        return MemoryRow(position, base, vectors)
+        return MemoryRow(position, base, vectors, self._resharded(position))
+
+    def _resharded(self, position: int) -> dict[tuple[int, int], np.ndarray]:
+        """Bytes of the arrays resharded for the operations at a position, by the states of group and operation."""
+        pairs: dict[tuple[int, int], np.ndarray] = {}
+        for op in self.operations_at.get(position, ()):
+            v = self.var("operation", op.node.id)
+            for o in op.operands:
+                g, dims, factors = self.var("group", o.group), tuple(d for d, _ in o.dims), factor_dims(op, o)
+                moved = self.cached(
+                    ("moved", g, v, dims, factors),
+                    lambda g=g, v=v, dims=dims, factors=factors: moved_share(
+                        project(self.states[g], dims), project(self.states[v], factors), self.mesh.sizes
+                    ),
+                )
+                if not moved.any():
+                    continue
+                table = value_bytes(self.values[o.value]) * (moved if g < v else moved.T)
+                key = (min(g, v), max(g, v))
+                pairs[key] = pairs[key] + table if key in pairs else table
+        return pairs
 
     def buffer_sizes(self, x: np.ndarray) -> np.ndarray:
         """Bytes of each buffer on one device under solution ``x``."""
@@ -166,7 +193,7 @@ class Model:
         found, first = np.unique(self.buffer_class[fleeting], return_index=True)
         fleeting_of = dict(zip(found.tolist(), np.split(fleeting, first[1:]), strict=False))
         fed = b.is_input & ~np.isin(self.variant.origin, list(self.program.known_early))
-        from_host = np.bincount(self.buffer_class, b.bytes_ * fed + self._offloaded_bytes(), minlength=len(self.classes))
+        from_host = np.bincount(self.buffer_class, b.bytes_ * fed + offloaded_bytes(self.variant, self.groups), minlength=len(self.classes))
         for c, (v, _) in enumerate(self.classes):
             if by_class[c]:
                 near = self._kept_near(c, fleeting_of.get(c), moved) if self.chip.vmem_bytes else 0.0
@@ -175,16 +202,6 @@ class Model:
                 c
             ]:  # the batch comes anew each step: what a device does not get need not be sent; what is offloaded goes and comes
                 self.problem.add_unary("prefetch", v, from_host[c] / self.pieces[c] / self.chip.host_bandwidth)
-
-    def _offloaded_bytes(self) -> np.ndarray:
-        """Bytes that go to host memory and come back in a step, counted at the buffer (of no size) that goes."""
-        moved = np.zeros(len(self.buffers.ids))
-        if self.variant.offloaded:
-            sent = {out for node in walk(self.variant.rewritten.graph) if node.params.get("space") == HOST for out in node.outputs}
-            for k in np.nonzero(np.isin(self.buffers.ids, list(sent)))[0]:
-                number = int(self.variant.origin[k])
-                moved[k] = 2.0 * value_bytes(self.values[number]) * self._times_of(number)
-        return moved
 
     def _kept_near(self, c: int, mine: np.ndarray | None, moved: np.ndarray) -> np.ndarray | float:
         """Of the bytes that class ``c`` moves, those of its short-lived buffers (``mine``, by size) that fit on-chip memory, by state."""
@@ -203,6 +220,14 @@ class Model:
         for v, op in first.items():
             seconds = operation_seconds(op, self.values, self.states[v], self.mesh.sizes, self.chip)
             self.problem.add_unary("compute", v, count[v] * seconds)
+            if op.rule.halo:
+                waited = [SIDES * sum(s for _, _, s in self.halo_collectives(op, state)) for state in self.states[v]]
+                self.problem.add_unary("blocking", v, count[v] * np.array(waited))
+
+    def halo_collectives(self, op: Operation, state: np.ndarray) -> list[tuple[float, tuple[int, ...], float]]:
+        """What neighbours send each other for one run in one state, each ``SIDES`` times."""
+        sent = {o.value: self.values[o.value].shape for o in op.operands}
+        return list(halo_collectives(op, state, sent, {n: self.passage_bytes(n) for n in sent}, self.mesh))
 
     # ------------------------------------------------------------------------------------------------------------- passages
 
@@ -327,65 +352,34 @@ class Model:
             for o in op.operands:
                 group = self.state(x, "group", o.group)[None]
                 here = project(group, tuple(d for d, _ in o.dims))[0]
-                steps = passage_collectives(here, self.operand_position(x, op, o), self.passage_bytes(o.value), self.mesh)
+                steps = self._passage(here, self.operand_position(x, op, o), self.passage_bytes(o.value))
                 resource = self.resource_of(o.value, -1)
                 found += [(k, n, axes, self.again(op.node.id), s, resource, op.node.id) for k, n, axes, s in steps]
+            halos = self.halo_collectives(op, self.state(x, "operation", op.node.id))
+            again = SIDES * self.again(op.node.id)
+            found += [("collective-permute", n, axes, again, s, "blocking", op.node.id) for n, axes, s in halos]
             for o in op.results:
                 strategy = self.state(x, "operation", op.node.id)
                 partial = np.isin(strategy, reduced_factors(op, o))
                 there = project(self.state(x, "group", o.group)[None], tuple(d for d, _ in o.dims))[0]
                 bytes_ = self.passage_bytes(o.value)
-                steps = passage_collectives(self.operand_position(x, op, o), there, bytes_, self.mesh, partial)
+                steps = self._passage(self.operand_position(x, op, o), there, bytes_, partial)
                 resource = self.resource_of(-1, o.value)
                 found += [(k, n, axes, self.again(op.node.id), s, resource, op.node.id) for k, n, axes, s in steps]
         return found
 
+    def _passage(self, here: np.ndarray, there: np.ndarray, bytes_: float, partial: np.ndarray | None = None) -> list:
+        """The collectives of one passage; the same one is met in every layer."""
+        key = ("passage", here.tobytes(), there.tobytes(), bytes_, b"" if partial is None else partial.tobytes())
+        return self.cached(key, lambda: passage_collectives(here, there, bytes_, self.mesh, partial))
+
     def _edge_collectives(self, e: Edge, source: np.ndarray, target: np.ndarray) -> list:
         here, there, partial, sizes = edge_layout(source, target, e.dims, e.reduced, self.mesh.sizes)
         resource = self.resource_of(e.value, e.result)
-        steps = passage_collectives(here[0], there[0], self.edge_bytes(e), self.mesh)
+        steps = self._passage(here[0], there[0], self.edge_bytes(e))
         if partial.any():
             unsplit = np.full_like(here[0], WHOLE)
             local = self.passage_bytes(e.result) / float(sizes[0])
-            steps += passage_collectives(unsplit, unsplit, local, self.mesh, partial[0])
+            steps = steps + self._passage(unsplit, unsplit, local, partial[0])
         times = e.times + self.variant.extra.get(e.node, 0)
         return [(k, n, axes, times, s, resource, e.node) for k, n, axes, s in steps]
-
-
-def _narrowing(groups: Groups) -> frozenset[int]:
-    """Nodes that convert to a narrower type."""
-    values, converts = groups.graph.values, (n for n in walk(groups.graph) if n.prim == "convert_element_type")
-    return frozenset(n.id for n in converts if isinstance(n.inputs[0], int) and _narrower(values, n.outputs[0], n.inputs[0]))
-
-
-def _spatial(groups: Groups) -> frozenset[tuple[int, int]]:
-    """(group, dimension) of what convolutions slide over."""
-    convolutions = (op for op in groups.operations if op.rule.kind is Kind.CONV)
-    places = ((o, d) for op in convolutions for o in (*op.operands, *op.results) for d in enumerate(o.dims))
-    named = ((groups.place[o.value], i, f) for o, (i, (_, f)) in places)
-    return frozenset((group, dims[i]) for (group, dims), i, f in named if f.startswith("s") and dims[i] != WHOLE)
-
-
-def _narrower(values: Mapping[int, Value], result: int, operand: int) -> bool:
-    return value_bytes(values[result]) < value_bytes(values[operand])
-
-
-def reduced_factors(op: Operation, result: Operand) -> list[int] | tuple[int, ...]:
-    """Indices of the factors that operands have and ``result`` has not."""
-    own = {f for _, f in result.dims}
-    return tuple(i for i, (f, _) in enumerate(op.factors) if f not in own and any(f == g for o in op.operands for _, g in o.dims))
-
-
-def edge_layout(source, target, dims, reduced, axis_sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """An edge's array before and after: (positions [a, axes], positions [b, axes], partial axes [a, axes], pieces of the result [a]).
-
-    A dimension that is summed away keeps its axes on both sides: they turn into partial sums, not into a gather.
-    """
-    here = project(source, tuple(a for a, _ in dims))
-    there = project(target, tuple(b for _, b in dims))
-    partial = np.isin(source, reduced) if reduced else np.zeros(source.shape, bool)
-    summed = [i for i, (a, _) in enumerate(dims) if a in reduced and a != WHOLE]
-    split = shards(np.where(partial, WHOLE, source), axis_sizes)
-    if not summed:
-        return here, there, partial, split
-    return np.where(np.isin(here, summed), WHOLE, here), np.where(np.isin(there, summed), WHOLE, there), partial, split

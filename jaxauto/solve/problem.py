@@ -4,7 +4,7 @@ Variables x_i ∈ {0 … sizes[i] − 1}: the state of a group, or the strategy 
 
     minimise   T = max(C(x), P(x)) + K(x) + ε P(x)                                                    ``Problem.seconds``
     where      R(x) = Σ_i unary_i[x_i] + Σ_ij pairs_ij[x_i, x_j]      for each resource R = C, P, K   ``Problem.resource``
-    subject to Σ_i rows_r,i[x_i] ≤ budget − base_r                    for each memory row r           ``MemoryRow``
+    subject to Σ_i rows_r,i[x_i] + Σ_ij rows_r,ij[x_i, x_j] ≤ budget − base_r     for each memory row r     ``MemoryRow``
 
 C: seconds of computation. P: seconds of communication that can be prefetched or deferred behind it (weight all-gathers, gradient
 reduce-scatters). K: seconds of communication that computation waits for. ε: hidden communication still takes HBM bandwidth and is never
@@ -14,6 +14,7 @@ A row is a position of the program that can be the memory peak.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,18 +25,28 @@ HIDDEN_SHARE = 0.05  # ε, assumed
 
 @dataclass(eq=False)
 class MemoryRow:
-    """Bytes alive at one position: ``base + Σ_i vectors[i][x_i]``."""
+    """Bytes alive at one position: ``base + Σ_i vectors[i][x_i] + Σ_ij pairs[i, j][x_i, x_j]``.
+
+    ``vectors``: buffers. ``pairs``, i < j: arrays resharded for the operation at the position, which depend on both ends.
+    """
 
     position: int
     base: float
     vectors: dict[int, np.ndarray]
+    pairs: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
 
     def bytes_at(self, x: np.ndarray) -> float:
-        return self.base + sum(float(v[x[i]]) for i, v in self.vectors.items())
+        alive = self.base + sum(float(v[x[i]]) for i, v in self.vectors.items())
+        return alive + sum(float(t[x[i], x[j]]) for (i, j), t in self.pairs.items())
+
+    def restricted(self, states: Sequence[np.ndarray]) -> MemoryRow:
+        """See ``Problem.restricted``."""
+        vectors = {i: v[states[i]] for i, v in self.vectors.items()}
+        return MemoryRow(self.position, self.base, vectors, {k: _cut(t, states, *k) for k, t in self.pairs.items()})
 
     def least_bytes(self) -> float:
         """No answer has less at this position."""
-        return self.base + sum(float(v.min()) for v in self.vectors.values())
+        return self.base + sum(float(v.min()) for v in self.vectors.values()) + sum(float(t.min()) for t in self.pairs.values())
 
 
 @dataclass(eq=False)
@@ -83,6 +94,16 @@ class Problem:
         """The largest memory row."""
         return max((row.bytes_at(x) for row in self.rows), default=0.0)
 
+    def restricted(self, states: Sequence[np.ndarray]) -> Problem:
+        """The problem of choosing among ``states`` of each variable only."""
+        return Problem(
+            [len(s) for s in states],
+            {r: {i: t[states[i]] for i, t in tables.items()} for r, tables in self.unary.items()},
+            {r: {k: _cut(t, states, *k) for k, t in tables.items()} for r, tables in self.pairs.items()},
+            [row.restricted(states) for row in self.rows],
+            list(self.names),
+        )
+
     def priced(self, mu: float, prices: dict[int, float]) -> tuple[list[np.ndarray], dict[tuple[int, int], np.ndarray]]:
         """Unary and pair tables of the Lagrangian μC + (1 − μ + ε)P + K + Σ_r prices[r] · bytes_r (its constant is left out)."""
         weights = {"compute": mu, "prefetch": 1.0 - mu + HIDDEN_SHARE, "blocking": 1.0}
@@ -94,7 +115,12 @@ class Problem:
             for i, vector in self.rows[r].vectors.items():
                 unary[i] = unary[i] + price * vector
         pairs: dict[tuple[int, int], np.ndarray] = {}
-        for resource, weight in weights.items():
-            for key, table in self.pairs[resource].items():
+        weighted = [(weight, self.pairs[resource]) for resource, weight in weights.items()]
+        for weight, tables in weighted + [(price, self.rows[r].pairs) for r, price in prices.items() if price]:
+            for key, table in tables.items():
                 pairs[key] = pairs[key] + weight * table if key in pairs else weight * table
         return unary, pairs
+
+
+def _cut(table: np.ndarray, states: Sequence[np.ndarray], i: int, j: int) -> np.ndarray:
+    return table[np.ix_(states[i], states[j])]

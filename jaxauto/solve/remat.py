@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxauto.blocks import closure, find_blocks
-from jaxauto.core import Graph, Kind, Node
+from jaxauto.core import Graph, Kind, Node, OpRule
 from jaxauto.cost.compute import bytes_per_flop, operation_flops, traffic_seconds
 from jaxauto.cost.fusion import Buffers, find_buffers
 from jaxauto.graph import value_bytes, walk
@@ -73,6 +73,7 @@ class Remat:
         self.operations = {op.node.id: op for op in groups.operations}
         self.drops = self._drops()
         self._variants: dict[tuple, Variant] = {}
+        self._rules: dict[int, tuple[Any, OpRule]] = {}
 
     def levels(self) -> list[Level]:
         """Level 0 keeps all; the last keeps nothing but what enters the blocks."""
@@ -179,11 +180,17 @@ class Remat:
             self._variants[key] = self._variant(*key)
         return self._variants[key]
 
+    def _rule(self, node: Node) -> OpRule:
+        """The rule of a node's equation, which all variants and copies share."""
+        if id(node.eqn) not in self._rules:
+            self._rules[id(node.eqn)] = (node.eqn, rule_for(node.eqn))  # with the equation: an id is its own as long as it lives
+        return self._rules[id(node.eqn)][1]
+
     def _variant(self, kept: tuple, offloaded: frozenset[int]) -> Variant:
         chosen = {b: k for b, k in enumerate(kept) if k is not None}
         rewritten = offload(recompute(self.graph, chosen) if chosen else Rewritten(self.graph, {}), offloaded)
         graph = rewritten.graph
-        rules = self.groups.rules if graph is self.graph else _rules(graph)
+        rules = self.groups.rules if graph is self.graph else {node.id: self._rule(node) for node in walk(graph) if not node.bodies}
         buffers = find_buffers(graph, rules, self.aliased, self.chip.platform, bytes_per_flop(self.chip))
         origin = np.array([rewritten.origin.get(int(n), int(n)) for n in buffers.ids], int)
         stacked = np.array([int(n) in rewritten.stacked for n in buffers.ids], bool)
@@ -194,7 +201,3 @@ class Remat:
             for node in nodes:
                 extra[node.id] = self.groups.times[node.id]
         return Variant(kept, offloaded, rewritten, buffers, origin, stacked, extra)
-
-
-def _rules(graph: Graph) -> dict:
-    return {node.id: rule_for(node.eqn) for node in walk(graph) if not node.bodies}

@@ -8,13 +8,15 @@ Under a budget M with multipliers λ_r ≥ 0 on memory rows and μ ∈ [0, 1] on
     D(λ, μ) = min_x [ μC(x) + (1 − μ + ε)P(x) + K(x) + Σ_r λ_r (bytes_r(x) − M) ]  ≤  min { T(x) : bytes_r(x) ≤ M ∀ r }
 
 is one elimination (``eliminate.py``); its minimiser is a candidate, its value a lower bound. λ is raised until the candidate fits and
-then bisected; the rows are the peaks that candidates show (cutting planes). What gap is left goes to the MILP.
+then bisected; the rows are the peaks that candidates show (cutting planes). What gap is left then is closed by ``tighten.py``, as far
+as its work goes; where it is not, a MILP over the states near the best answer is asked.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,13 +32,17 @@ from jaxauto.solve.eliminate import Elimination, eliminate, nearest
 from jaxauto.solve.milp import solve_milp
 from jaxauto.solve.model import Model, Program
 from jaxauto.solve.remat import Level, Remat, Variant
+from jaxauto.solve.tighten import TOLERANCE, Effort, least_bytes, tighten
 from jaxauto.strategies import WHOLE, project, shards
 
 _BISECTIONS = 3
 _RAISES = 8
+_LEAN = 8  # rounds in search of the least memory
 _NEAR = 6  # states of each variable that the MILP may choose from
 _MU = (1.0, 0.5, 0.0)  # weights of compute against prefetching that the dual tries
+_MIXED = -1  # the number of the level whose blocks keep unalike
 _GAP = 0.005  # relative gap under which no MILP is asked
+_SMALL = 300  # states in all: up to that the optimum is sought even where the gap is less
 
 
 @dataclass(eq=False)
@@ -56,7 +62,10 @@ class Candidate:
 
 @dataclass(eq=False)
 class Found:
-    """The result of a search: the best candidate that fits (or None), the leanest seen, a lower bound on T, what it took, all that fit."""
+    """The result of a search: the best candidate that fits (or None), the leanest seen, what it took, all that fit.
+
+    ``bound``: on T for every sharding of this mesh with a level of rematerialisation that was searched (not for those never tried).
+    """
 
     best: Candidate | None
     leanest: Candidate
@@ -71,12 +80,25 @@ class Found:
 class Search:
     """The search on one mesh; see the head of the file."""
 
-    def __init__(self, program: Program, remat: Remat, mesh: MeshAxes, chip: Any, allowed: Mapping[int, np.ndarray], deadline: float):
+    def __init__(
+        self,
+        program: Program,
+        remat: Remat,
+        mesh: MeshAxes,
+        chip: Any,
+        allowed: Mapping[int, np.ndarray],
+        deadline: float,
+        work: float = math.inf,
+        rival: float = math.inf,
+    ):
+        """``work``: entries of tables that may be made to close the gap (``tighten.py``); ``rival``: T of an answer on another mesh."""
         self.program, self.remat, self.mesh, self.chip = program, remat, mesh, chip
-        self.allowed, self.deadline = allowed, deadline
+        self.allowed, self.deadline, self.work, self.rival = allowed, deadline, work, rival
         self.cache: dict = {}
         self.levels: list[Level] = []
         self.bounds: dict[int, float] = {}
+        self.models: dict[int, Model] = {}
+        self.answers: dict[int, list[np.ndarray]] = defaultdict(list)
         self.price: float | None = None  # of memory, seconds per byte: where the level before ended
 
     def run(self, budget_bytes: float, levels: list[Level]) -> Found:
@@ -99,20 +121,22 @@ class Search:
                 break  # without pressure on memory, recomputing more does not help where recomputing less did not
         assert leanest is not None
         found = Found(best, leanest, min(self.bounds.values()), {"search": time.monotonic() - started}, fitting=fitting)
-        if best is not None:
+        if best is None:
+            self._close(found, budget_bytes)
+        else:
             self._refine(found, budget_bytes)
-            if found.best is not best and found.best is not None:
+            if found.best is not None and found.best not in fitting:
                 fitting.append(found.best)
         found.variables = max(found.variables, sum(leanest.model.problem.sizes))
         return found
 
     def level(self, number: int, level: Level, budget_bytes: float) -> list[Candidate]:
         """Candidates of one level: without pressure, then under rising and bisected prices of memory."""
-        model = self.model(self.remat.variant(level.kept, level.offloaded))
+        model = self.models[number] = self.model(self.remat.variant(level.kept, level.offloaded))
         free = self._unpriced(model, number)
         if free.peak_bytes <= budget_bytes:
             return [free]
-        lean = self._lean(model, number)
+        lean = self._lean(model, number, budget_bytes)
         found = [free, lean]
         if any(row.least_bytes() > budget_bytes for row in model.problem.rows):
             self.bounds[number] = math.inf  # proven: nothing of this level fits
@@ -133,19 +157,18 @@ class Search:
         self.price = high
         return found
 
-    def _lean(self, model: Model, level: int) -> Candidate:
-        """The least memory of a level: each row is a sum over variables, so each takes its smallest state; new peaks join as rows."""
+    def _lean(self, model: Model, level: int, budget_bytes: float) -> Candidate:
+        """The least memory of a level: each round the answer with the least bytes at the peaks so far, weighted as they bind."""
         best: Candidate | None = None
-        for _ in range(4):
-            total = [np.zeros(n) for n in model.problem.sizes]
-            for row in model.problem.rows:
-                for i, vector in row.vectors.items():
-                    total[i] = total[i] + vector
-            x = np.array([int(t.argmin()) for t in total])
-            found = self.candidate(model, x, level)
-            if best is not None and found.peak_bytes >= best.peak_bytes:
+        answers: list[np.ndarray] = []
+        for _ in range(_LEAN):
+            answers.append(least_bytes(model.problem, answers))
+            found = self.candidate(model, answers[-1], level)
+            if best is not None and found.peak_bytes >= best.peak_bytes and len(answers) > 3:
                 break
-            best = found
+            best = found if best is None or found.peak_bytes < best.peak_bytes else best
+            if best.peak_bytes <= budget_bytes:
+                break
         assert best is not None
         return best
 
@@ -155,6 +178,7 @@ class Search:
     def candidate(self, model: Model, x: np.ndarray, level: int) -> Candidate:
         live = timeline(model, x)
         self._add_row(model, int(live.argmax()))
+        self.answers[level].append(x)
         return Candidate(model, x, model.problem.seconds(x), float(live.max()), level)
 
     def _add_row(self, model: Model, position: int) -> None:
@@ -196,7 +220,13 @@ class Search:
         mixed = self._mix(found.best, budget_bytes)
         if mixed is not None and mixed.seconds < found.best.seconds:
             found.best = mixed
+            self.models[_MIXED], self.bounds[_MIXED] = mixed.model, 0.0
         found.seconds_spent["chain"] = time.monotonic() - started
+        started = time.monotonic()
+        near_enough = found.bound >= found.best.seconds * (1 - _GAP) and sum(found.best.model.problem.sizes) > _SMALL
+        if found.best.seconds < self.rival and not near_enough:
+            self._close(found, budget_bytes)
+        found.seconds_spent["close"] = time.monotonic() - started
         gap = 1 - found.bound / found.best.seconds
         left = self.deadline - time.monotonic()
         if gap <= _GAP or left < 1:
@@ -204,6 +234,32 @@ class Search:
         started = time.monotonic()
         self._milp(found, budget_bytes, left)
         found.seconds_spent["milp"] = time.monotonic() - started
+
+    def _close(self, found: Found, budget_bytes: float) -> None:
+        """Every level that could hold something better: its bound raised, its best answer found (``tighten.py``)."""
+        effort = Effort(self.work, self._out_of_time)
+        for number in sorted(self.bounds, key=lambda n: self.bounds[n]):
+            model, upper = self.models[number], found.best.seconds if found.best else math.inf
+            if self.bounds[number] >= upper * (1 - TOLERANCE) or effort.over:
+                continue
+
+            def judge(x: np.ndarray, model: Model = model, number: int = number) -> float:
+                candidate = self.candidate(model, x, number)
+                if candidate.peak_bytes < found.leanest.peak_bytes:
+                    found.leanest = candidate
+                if candidate.peak_bytes > budget_bytes:
+                    return math.inf
+                found.fitting.append(candidate)
+                if found.best is None or candidate.seconds < found.best.seconds:
+                    found.best = candidate
+                return candidate.seconds
+
+            start = [x for x in self.answers[number] if len(x) == len(model.problem.sizes)]
+            tightened = tighten(model.problem, budget_bytes, start, judge, upper, effort)
+            self.bounds[number] = max(self.bounds[number], tightened.bound)
+            if tightened.milp is not None:
+                found.constraints, found.status = tightened.milp.constraints, tightened.milp.status.value
+        found.bound = min(self.bounds.values())
 
     def _milp(self, found: Found, budget_bytes: float, seconds: float) -> None:
         best = found.best

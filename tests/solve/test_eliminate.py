@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxauto.solve import eliminate as module
-from jaxauto.solve.eliminate import descend, eliminate, improve, nearest, value_of
+from jaxauto.solve.eliminate import descend, eliminate, improve, least_with, nearest, value_of
 
 
 def random_tables(seed: int, count: int, density: float):
@@ -41,14 +40,27 @@ def test_equals_the_enumerated_optimum(seed, count, density):
 @given(seed=st.integers(0, 10_000), entries=st.sampled_from([4, 8, 16, 40]))
 def test_mini_buckets_bound_from_below_and_the_answer_from_above(seed, entries):
     unary, pairs = random_tables(seed, 7, 0.8)
-    saved, module.MAX_ENTRIES = module.MAX_ENTRIES, entries
-    try:
-        answer = eliminate(unary, pairs)
-    finally:
-        module.MAX_ENTRIES = saved
+    answer = eliminate(unary, pairs, entries)
     best = enumerated(unary, pairs)
     assert answer.bound <= best + 1e-9
     assert answer.value >= best - 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), count=st.integers(1, 6), density=st.floats(0, 1), entries=st.sampled_from([6, 12, 40, 10_000]))
+def test_the_least_with_each_state_is_a_bound_and_exact_where_nothing_is_split(seed, count, density, entries):
+    unary, pairs = random_tables(seed, count, density)
+    least, bound, _ = least_with(unary, pairs, entries)
+    true = [np.full(len(u), np.inf) for u in unary]
+    for x in itertools.product(*(range(len(u)) for u in unary)):
+        value = value_of(unary, pairs, np.array(x))
+        for i, s in enumerate(x):
+            true[i][s] = min(true[i][s], value)
+    assert bound <= min(true[0]) + 1e-9
+    for mine, best in zip(least, true, strict=True):
+        assert (mine <= best + 1e-9).all()
+        if entries == 10_000:
+            np.testing.assert_allclose(mine, best, rtol=1e-9)
 
 
 def test_descent_and_neighbourhoods_never_make_it_worse():

@@ -1,48 +1,18 @@
-"""The MILP against enumeration of the Problem it is a programme of: objective, memory rows, statuses."""
+"""What the MILP says and takes: statuses, candidates, tables. Against enumeration: ``test_optimal.py``."""
 
 from __future__ import annotations
 
 import itertools
 
 import numpy as np
-import pytest
+from zoo.programs import random_problem
 
 from jaxauto.solve.milp import Status, solve_milp
-from jaxauto.solve.problem import RESOURCES, MemoryRow, Problem
-
-
-def random_problem(seed: int, count: int = 5) -> Problem:
-    rng = np.random.default_rng(seed)
-    problem = Problem.empty()
-    for i in range(count):
-        problem.add_variable(int(rng.integers(1, 5)), f"v{i}")
-    for resource in RESOURCES:
-        for i in range(count):
-            problem.add_unary(resource, i, rng.random(problem.sizes[i]) * 1e-3)
-        for i, j in itertools.combinations(range(count), 2):
-            if rng.random() < 0.5:
-                problem.add_pair(resource, i, j, rng.random((problem.sizes[i], problem.sizes[j])) * 1e-3)
-    for position in range(2):
-        vectors = {i: rng.random(problem.sizes[i]) * 1e9 for i in range(count) if rng.random() < 0.8}
-        problem.rows.append(MemoryRow(position, 1e8, vectors))
-    return problem
+from jaxauto.solve.problem import Problem
 
 
 def every_answer(problem: Problem):
     return (np.array(x) for x in itertools.product(*(range(n) for n in problem.sizes)))
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_equals_the_enumerated_optimum_under_memory(seed):
-    problem = random_problem(seed)
-    peaks = sorted(problem.bytes_peak(x) for x in every_answer(problem))
-    budget = peaks[len(peaks) // 4] * (1 + 1e-9)
-    best = min(problem.seconds(x) for x in every_answer(problem) if problem.bytes_peak(x) <= budget)
-    answer = solve_milp(problem, budget, relative_gap=0.0)
-    assert answer.status is Status.OPTIMAL and answer.x is not None
-    assert problem.bytes_peak(answer.x) <= budget * (1 + 1e-6)
-    assert answer.seconds == pytest.approx(best, rel=1e-6)
-    assert answer.bound <= best * (1 + 1e-6)
 
 
 def test_says_infeasible():

@@ -1,0 +1,358 @@
+"""Every answer recomputed from the graph, the plain way: one operation, edge and buffer at a time; no tables, no folding.
+
+What ``model.py``, ``fold.py`` and ``reshard.py`` do to whole tables of states is done here for the one state that was chosen, in scalars.
+A slip there (a transposed table, one variable for what is not alike, a lost multiplicity) shows as a difference. Shared with them is what
+is a fact of the program or of the machine: groups, buffers, bytes of a value, seconds of one collective. A change of the cost model is a
+change of both; the tests of this file hold them together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from jaxauto.core import Kind
+from jaxauto.cost.collectives import collective_seconds
+from jaxauto.cost.compute import operation_flops, traffic_seconds
+from jaxauto.graph import HOST, value_bytes, walk
+from jaxauto.groups import Edge, Operand, Operation
+from jaxauto.solve.facts import spatial_dims
+from jaxauto.solve.model import FLEETING, VMEM_SHARE, Model
+from jaxauto.solve.problem import HIDDEN_SHARE, RESOURCES
+from jaxauto.solve.search import Candidate
+from jaxauto.strategies import WHOLE, states
+
+_TOLERANCE = 1e-9  # relative
+_SUMS = ("all-reduce", "reduce-scatter")
+_SHOWN = 5  # complaints of one kind
+
+Where = tuple[int, ...]  # for each mesh axis the dimension that it splits, or WHOLE
+
+
+def check(candidate: Candidate, budget_bytes: float = math.inf, allowed: Mapping[int, np.ndarray] | None = None) -> list[str]:
+    """What is wrong with an answer; empty where nothing is.
+
+    Args:
+      candidate: as the search returns it.
+      budget_bytes: that it has to keep to.
+      allowed: group id → bool mask over its states: what users' constraints leave.
+    """
+    answer = _Answer(candidate.model, candidate.x)
+    found = [*_illegal(answer), *_forbidden(answer, allowed or {})]
+    if found:
+        return found
+    seconds = answer.seconds()
+    total = max(seconds["compute"], seconds["prefetch"]) + seconds["blocking"] + HIDDEN_SHARE * seconds["prefetch"]
+    for name in RESOURCES:
+        found += _differs(f"{name} seconds", candidate.model.problem.resource(name, candidate.x), seconds[name], total)
+    found += _differs("seconds", candidate.seconds, total, total)
+    live = answer.live_bytes()
+    found += _differs("peak bytes", candidate.peak_bytes, float(live.max()), float(live.max()))
+    for row in candidate.model.problem.rows:
+        found += _differs(f"bytes at position {row.position}", row.bytes_at(candidate.x), float(live[row.position]), float(live.max()))
+    if live.max() > budget_bytes * (1 + _TOLERANCE):
+        found.append(f"needs {live.max():.6g} bytes at position {int(live.argmax())}, the budget is {budget_bytes:.6g}")
+    return found
+
+
+def _differs(what: str, told: float, found: float, scale: float) -> list[str]:
+    if abs(told - found) <= _TOLERANCE * max(scale, 1e-30):
+        return []
+    return [f"{what}: the tables say {told:.9g}, the graph says {found:.9g}"]
+
+
+# ---------------------------------------------------------------------------------------------------------- what is allowed
+
+
+def _illegal(answer: _Answer) -> list[str]:
+    """Mesh axes on dimensions that they do not divide, of values, groups and operations."""
+    found: list[str] = []
+    values = answer.model.values
+    for number, (group, dims) in answer.model.groups.place.items():
+        where = answer.where(answer.group[group], dims)
+        found += _undivided(f"value {number}", values[number].shape, where, answer.sizes)
+    for g in answer.model.groups.groups.values():
+        found += _undivided(f"group {g.id}", tuple(g.sizes), answer.group[g.id], answer.sizes)
+    for op in answer.model.groups.operations:
+        factors = tuple(n for _, n in op.factors)
+        found += _undivided(f"{op.node.prim} at {op.node.source or op.node.id}", factors, answer.operation[op.node.id], answer.sizes)
+    return found[:_SHOWN]
+
+
+def _undivided(what: str, shape: Sequence[int], where: Where, sizes: Sequence[int]) -> Iterator[str]:
+    split: dict[int, int] = defaultdict(lambda: 1)
+    for axis, d in enumerate(where):
+        if d != WHOLE:
+            split[d] *= sizes[axis]
+    for d, pieces in split.items():
+        if not 0 <= d < len(shape):
+            yield f"{what} has {len(shape)} dimensions, dimension {d} is split {pieces} ways"
+        elif shape[d] % pieces:
+            yield f"{what}: dimension {d} of size {shape[d]} is split {pieces} ways"
+
+
+def _forbidden(answer: _Answer, allowed: Mapping[int, np.ndarray]) -> list[str]:
+    """Groups in a state that constraints shut out."""
+    found = []
+    for g, mask in allowed.items():
+        table = states(tuple(answer.model.groups.groups[g].sizes), tuple(answer.sizes))[mask]
+        if answer.group[g] not in {tuple(map(int, row)) for row in table}:
+            found.append(f"group {g} is in state {answer.group[g]}, which a constraint forbids")
+    return found[:_SHOWN]
+
+
+# ------------------------------------------------------------------------------------------------------------- what it costs
+
+
+class _Answer:
+    """The chosen state of every group and operation, unfolded, as plain numbers."""
+
+    def __init__(self, model: Model, x: np.ndarray):
+        self.model, self.sizes = model, model.mesh.sizes
+        chosen = {v: tuple(map(int, model.states[v][s])) for v, s in enumerate(x)}
+        self.group: dict[int, Where] = {g: chosen[model.variable["group", g]] for g in model.groups.groups}
+        self.operation: dict[int, Where] = {op.node.id: chosen[model.variable["operation", op.node.id]] for op in model.groups.operations}
+        self.seen: dict[tuple, tuple[float, float]] = {}  # passages that were met before
+
+    def where(self, state: Where, dims: Sequence[int]) -> Where:
+        """A group's (or an operation's) state as seen by a value: ``dims[i]`` is what its dimension i is there."""
+        return tuple(dims.index(d) if d != WHOLE and d in dims else WHOLE for d in state)
+
+    def operand(self, op: Operation, o: Operand) -> Where:
+        """Where the operation wants (or leaves) an operand."""
+        names = [f for _, f in o.dims]
+        factors = [f for f, _ in op.factors]
+        state = self.operation[op.node.id]
+        return tuple(names.index(factors[d]) if d != WHOLE and factors[d] in names else WHOLE for d in state)
+
+    def holder(self, o: Operand) -> Where:
+        """Where the operand's group has it."""
+        return self.where(self.group[o.group], [d for d, _ in o.dims])
+
+    def pieces(self, where: Where) -> int:
+        """Into how many parts an array is cut."""
+        return math.prod(n for n, d in zip(self.sizes, where, strict=True) if d != WHOLE)
+
+    def seconds(self) -> dict[str, float]:
+        """Of each resource, in a step."""
+        total: dict[str, float] = defaultdict(float)
+        for op in self.model.groups.operations:
+            times = self.model.groups.times[op.node.id] + self.model.variant.extra.get(op.node.id, 0)
+            total["compute"] += times * self.roofline(op)
+            for o in op.operands:
+                part = self.passage(self.holder(o), self.operand(op, o), self.bytes_of(o.value))
+                self.charge(total, self.resource(o.value, -1), times, part)
+            for o in op.results:
+                part = self.passage(self.operand(op, o), self.holder(o), self.bytes_of(o.value), self.partial(op, o))
+                self.charge(total, self.resource(-1, o.value), times, part)
+        for e in self.model.groups.edges:
+            times = e.times + self.model.variant.extra.get(e.node, 0)
+            for part in self.edge(e):
+                self.charge(total, self.resource(e.value, e.result), times, part)
+        for exchanged in self.halos():
+            total["blocking"] += exchanged
+        for sent, pieces in self.sent():
+            total["prefetch"] += 2 * sent / pieces / self.model.chip.host_bandwidth
+        for k, moved, pieces in self.traffic():
+            total["compute"] += traffic_seconds(moved / pieces, self.model.chip)
+            buffers = self.model.buffers
+            if buffers.is_input[k] and int(self.model.variant.origin[k]) not in self.model.program.known_early:
+                total["prefetch"] += float(buffers.bytes_[k]) / pieces / self.model.chip.host_bandwidth
+        return total
+
+    def halos(self) -> Iterator[float]:
+        """Seconds that convolutions wait for their neighbours' borders: from each side half of what windows overlap."""
+        mesh, values = self.model.mesh, self.model.values
+        for op in self.model.groups.operations:
+            times = self.model.groups.times[op.node.id] + self.model.variant.extra.get(op.node.id, 0)
+            for k, (factor, _) in enumerate(op.factors):
+                axes = [a for a, d in enumerate(self.operation[op.node.id]) if d == k and self.sizes[a] > 1]
+                o = next((o for o in op.operands if factor in [f for _, f in o.dims]), None)
+                if not (op.rule.halo.get(factor) and axes and o):
+                    continue
+                extent = values[o.value].shape[[f for _, f in o.dims].index(factor)] / self.count(axes)
+                one_side = self.bytes_of(o.value) / self.pieces(self.operand(op, o)) / extent * op.rule.halo[factor] / 2
+                sizes, links = [self.sizes[a] for a in axes], [mesh.links[a] for a in axes]
+                yield 2 * times * float(collective_seconds("collective-permute", one_side * self.count(axes), sizes, links))
+
+    def sent(self) -> Iterator[tuple[float, int]]:
+        """(bytes of one array that goes to host memory in a step, pieces)."""
+        rewritten, groups = self.model.variant.rewritten, self.model.groups
+        times = {out: groups.times[node.id] for node in walk(groups.graph) for out in node.outputs}
+        times.update({x: node.trips for node in walk(groups.graph) for body in node.bodies for x in body.inputs})
+        for node in walk(rewritten.graph):
+            if node.params.get("space") == HOST:
+                number = rewritten.origin[node.outputs[0]]
+                group, dims = groups.place[number]
+                yield value_bytes(self.model.values[number]) * times.get(number, 1), self.pieces(self.where(self.group[group], dims))
+
+    def charge(self, total: dict[str, float], resource: str, times: int, part: tuple[float, float]) -> None:
+        total[resource] += times * part[0]
+        total["blocking"] += times * part[1]
+
+    def resource(self, source: int, target: int) -> str:
+        """What a passage takes: it can be prefetched or put off where its value is known early, or only the update reads its result."""
+        program = self.model.program
+        hides = self.model.chip.platform != "cpu" and (source in program.known_early or target in program.late_only)
+        return "prefetch" if hides else "blocking"
+
+    def bytes_of(self, number: int) -> float:
+        return self.model.passage_bytes(number)
+
+    def partial(self, op: Operation, result: Operand) -> frozenset[int]:
+        """Mesh axes on factors that operands have and the result has not."""
+        own, read = {f for _, f in result.dims}, {f for o in op.operands for _, f in o.dims}
+        state = self.operation[op.node.id]
+        return frozenset(a for a, d in enumerate(state) if d != WHOLE and op.factors[d][0] in read - own)
+
+    def edge(self, e: Edge) -> Iterator[tuple[float, float]]:
+        """The passages of an edge: of the array, and of the sum along dimensions that are summed away."""
+        source = self.group[e.source]
+        here, there = self.where(source, [a for a, _ in e.dims]), self.where(self.group[e.target], [b for _, b in e.dims])
+        summed = {i for i, (a, _) in enumerate(e.dims) if a != WHOLE and a in e.reduced}
+        here, there = (tuple(WHOLE if d in summed else d for d in side) for side in (here, there))
+        yield self.passage(here, there, self.model.edge_bytes(e))
+        partial = frozenset(a for a, d in enumerate(source) if d != WHOLE and d in e.reduced)
+        if partial:
+            kept = math.prod(n for a, n in enumerate(self.sizes) if source[a] != WHOLE and a not in partial)
+            nowhere = (WHOLE,) * len(self.sizes)
+            yield self.passage(nowhere, nowhere, self.bytes_of(e.result) / kept, partial)
+
+    def roofline(self, op: Operation) -> float:
+        """Seconds of one run on one device."""
+        chip, values = self.model.chip, self.model.values
+        bytes_ = sum(value_bytes(values[o.value]) / self.pieces(self.operand(op, o)) for o in (*op.operands, *op.results))
+        split = self.pieces(self.operation[op.node.id])
+        if op.rule.bytes_ is not None:
+            bytes_ = min(bytes_, op.rule.bytes_ / split)
+        seconds = bytes_ / (chip.bandwidth_efficiency * chip.hbm_bandwidth)
+        if op.rule.kind in (Kind.DOT, Kind.CONV):
+            dtype = values[op.operands[0].value].dtype if op.operands else np.dtype(np.float32)
+            seconds = max(seconds, operation_flops(op) / split / (chip.flops_efficiency * chip.peak_flops(dtype)))
+        return seconds
+
+    # ----------------------------------------------------------------------------------------------------------- passages
+
+    def passage(self, here: Where, there: Where, bytes_: float, partial: frozenset[int] = frozenset()) -> tuple[float, float]:
+        """Seconds of the collectives of one passage: (that may hide, that are waited for); the table in ``reshard.py``."""
+        if here == there and not partial:
+            return 0.0, 0.0
+        key = (here, there, bytes_, partial)
+        if key not in self.seen:
+            hidden = waited = 0.0
+            several = len({there[a] for a in partial}) > 1  # a sum that goes to more than one place
+            for kind, amount, axes in self.collectives(here, there, bytes_, partial):
+                merged = self.model.mesh.sums_whole and self.over_all(axes) and kind in ("all-gather", "reduce-scatter")
+                sizes, links = [self.sizes[a] for a in axes], [self.model.mesh.links[a] for a in axes]
+                seconds = float(collective_seconds("all-reduce" if merged else kind, amount, sizes, links))
+                waits = several or self.outside_windows(kind, axes) if self.model.mesh.windows and kind in _SUMS else merged
+                hidden, waited = hidden + seconds * (not waits), waited + seconds * waits
+            self.seen[key] = hidden, waited
+        return self.seen[key]
+
+    def over_all(self, axes: Sequence[int]) -> bool:
+        return all(n == 1 or a in axes for a, n in enumerate(self.sizes))
+
+    def outside_windows(self, kind: str, axes: Sequence[int]) -> bool:
+        """Whether a sum cannot run beside the dot that makes it, where the compiler has windows."""
+        return kind == "all-reduce" or self.count(axes) > (self.model.mesh.windows or 0)
+
+    def collectives(self, here: Where, there: Where, bytes_: float, partial: frozenset[int]) -> Iterator[tuple[str, float, list[int]]]:
+        """(kind, bytes of the full array on the group, axes) in the order that they run."""
+        axes = range(len(self.sizes))
+        local = bytes_ / self.pieces(here)
+        scattered = [a for a in axes if a in partial and there[a] != WHOLE]
+        if scattered:
+            yield "reduce-scatter" if self.model.mesh.scatters else "all-reduce", local, scattered
+        local /= self.count(scattered)
+        local /= self.count(a for a in axes if a not in partial and here[a] == WHOLE and there[a] != WHOLE)
+        summed = [a for a in axes if a in partial and there[a] == WHOLE]
+        if summed:
+            yield "all-reduce", local, summed
+        exchanged = [a for a in axes if WHOLE not in (here[a], there[a]) and here[a] != there[a]]
+        if exchanged:
+            yield "all-to-all", local * self.count(exchanged), exchanged
+        turned = sorted({a for pair in self.turned(here, there) for a in pair})
+        if turned:
+            yield "collective-permute", local * self.count(turned), turned
+        gathers = [a for a in axes if here[a] != WHOLE and there[a] == WHOLE]
+        together = self.model.mesh.sums_whole and self.over_all(gathers)
+        for gathered in [gathers] if together else [[a for a in gathers if here[a] == d] for d in range(max(here) + 1)]:
+            if gathered:
+                local *= self.count(gathered)
+                yield "all-gather", local, gathered
+
+    def turned(self, here: Where, there: Where) -> Iterator[tuple[int, int]]:
+        """(axis that comes or goes, minor axis that stays) on one dimension: its pieces change places."""
+        for minor in range(len(self.sizes)):
+            for major in range(minor):
+                stays = here[minor] == there[minor] != WHOLE
+                if stays and here[major] != there[major] and here[minor] in (here[major], there[major]):
+                    yield major, minor
+
+    def count(self, axes) -> int:
+        return math.prod(self.sizes[a] for a in axes)
+
+    # ------------------------------------------------------------------------------------------------------------- buffers
+
+    def placed(self) -> Iterator[tuple[int, int, tuple[int, ...], Where]]:
+        """(buffer, group, group dimension of each of its dimensions, where it is cut)."""
+        variant = self.model.variant
+        for k, (number, stacked) in enumerate(zip(variant.origin, variant.stacked, strict=True)):
+            group, dims = self.model.groups.place[int(number)]
+            dims = (WHOLE, *dims) if stacked else dims
+            yield k, group, dims, self.where(self.group[group], dims)
+
+    def traffic(self) -> Iterator[tuple[int, float, int]]:
+        """(buffer, bytes that all devices move of it in a step, pieces): short-lived ones that fit stay in on-chip memory."""
+        b, variant, near = self.model.buffers, self.model.variant, VMEM_SHARE * self.model.chip.vmem_bytes
+        for k, _, _, where in self.placed():
+            node = self.model.values[int(variant.origin[k])].producer
+            times = self.model.groups.times[node.id] if node else 1
+            pieces = self.pieces(where)
+            short = b.end[k] - b.start[k] <= FLEETING and not b.is_input[k] and not variant.stacked[k]
+            stays = near and short and b.bytes_[k] / pieces <= near
+            yield k, 0.0 if stays else float(b.bytes_[k] * (b.reads[k] + b.written[k]) * times), pieces
+
+    def live_bytes(self) -> np.ndarray:
+        """Of one device at each position: buffers with their padding, and what is resharded there for one operation."""
+        b, model = self.model.buffers, self.model
+        change = [0.0] * (b.length + 1)
+        spatial = spatial_dims(model.groups) if model.chip.tile else frozenset()
+        for k, group, dims, where in self.placed():
+            size = float(b.bytes_[k]) / self.pieces(where)
+            if model.chip.tile:
+                shape = model.variant.rewritten.graph.values[int(b.ids[k])].shape
+                minor = [i for i, d in enumerate(dims) if (group, d) not in spatial]
+                size *= self.padding(shape, where, minor)
+            change[b.start[k]] += size
+            change[b.end[k] + 1] -= size
+        live = np.cumsum(change)[:-1]
+        for op in model.groups.operations:
+            at = b.position.get(op.node.id)
+            for o in op.operands if at is not None else ():
+                here, there = self.holder(o), self.operand(op, o)
+                if any(h != t and h != WHOLE for h, t in zip(here, there, strict=True)):
+                    live[at] += value_bytes(model.values[o.value]) / self.pieces(there)
+        return live
+
+    def padding(self, shape: tuple[int, ...], where: Where, minor: list[int]) -> float:
+        """By how much tiles enlarge one device's part: the pair of minor dimensions that pads least."""
+        if len(shape) < 2 or not all(shape):
+            return 1.0
+        local = [n / math.prod(self.sizes[a] for a, d in enumerate(where) if d == i) for i, n in enumerate(shape)]
+        rows, lanes = self.model.chip.tile
+        chosen = minor if len(minor) > 1 else range(len(shape))
+
+        def filled(n: float, tile: float) -> float:
+            return math.ceil(n / tile) * tile / n
+
+        return min(
+            filled(local[i], min(rows, 2.0 ** math.ceil(math.log2(local[i])))) * filled(local[j], lanes)
+            for i in chosen
+            for j in chosen
+            if i != j
+        )

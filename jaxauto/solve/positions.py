@@ -1,0 +1,35 @@
+"""Where arrays lie under states of groups and operations, as whole tables."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxauto.groups import WHOLE, Operand, Operation
+from jaxauto.strategies import project, shards
+
+
+def moved_share(here: np.ndarray, there: np.ndarray, axis_sizes: tuple[int, ...]) -> np.ndarray:
+    """Of an array's bytes, what a second copy in the layout ``there`` takes, where ``here`` has to be moved: ``float [a, b]``."""
+    moves = ((here[:, None] != there[None]) & (here[:, None] != WHOLE)).any(-1)
+    return moves / shards(there, axis_sizes)
+
+
+def reduced_factors(op: Operation, result: Operand) -> list[int] | tuple[int, ...]:
+    """Indices of the factors that operands have and ``result`` has not."""
+    own = {f for _, f in result.dims}
+    return tuple(i for i, (f, _) in enumerate(op.factors) if f not in own and any(f == g for o in op.operands for _, g in o.dims))
+
+
+def edge_layout(source, target, dims, reduced, axis_sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """An edge's array before and after: (positions [a, axes], positions [b, axes], partial axes [a, axes], pieces of the result [a]).
+
+    A dimension that is summed away keeps its axes on both sides: they turn into partial sums, not into a gather.
+    """
+    here = project(source, tuple(a for a, _ in dims))
+    there = project(target, tuple(b for _, b in dims))
+    partial = np.isin(source, reduced) if reduced else np.zeros(source.shape, bool)
+    summed = [i for i, (a, _) in enumerate(dims) if a in reduced and a != WHOLE]
+    split = shards(np.where(partial, WHOLE, source), axis_sizes)
+    if not summed:
+        return here, there, partial, split
+    return np.where(np.isin(here, summed), WHOLE, here), np.where(np.isin(there, summed), WHOLE, there), partial, split
