@@ -7,11 +7,11 @@ gathers, loops and reductions write buffers and, reductions excepted, read them;
 On TPU dots and convolutions fuse as well, see ``clusters.py``.
 
 What shares memory (buffer assignment, in outline; each line names the function that does it):
-- an output that reuses a donated input, and the loop carry or branch result that becomes it, takes no memory of its own     ``_in_donated``
+- an output that reuses a donated input, and the loop carry or branch result that becomes it, takes no memory of its own     ``order.py``
 - a fused equation, an update slice or a scatter writes over the operand of its size that dies there                        ``_take_over``
 - a loop writes over its initial carry if nothing else reads that, and a trip over the carry of the trip before             ``loop``
 - a trip's slice of a stacked result is written where the stack has it                                                      ``loop``
-What only the optimizer does is scheduled as soon as its gradient is there, as schedulers that count memory do              ``_schedule``
+What only the optimizer does is scheduled as soon as its gradient is there, as schedulers that count memory do              ``order.py``
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule, Value
 from jaxauto.cost.clusters import ROW, Clusters, is_select
+from jaxauto.cost.order import in_donated, schedule
 from jaxauto.graph import value_bytes
 
 _WRITES = frozenset({Kind.DOT, Kind.CONV, Kind.GATHER, Kind.SCATTER, Kind.SCAN, Kind.OPAQUE, Kind.CONTROL, Kind.REDUCE})
@@ -33,6 +34,9 @@ MADE_ONCE = {
     "gpu": frozenset({Kind.RANDOM}),
     "tpu": frozenset({Kind.RANDOM}),
 }
+# Where a loop fills its stacks with zeros first, makes each slice in memory of its own and copies it there; and copies a slice out again
+# for a dot or convolution. Seen in schedules of XLA:GPU.
+COPIES_STACKS = frozenset({"gpu"})
 _WIDENED = {"cpu": ("bfloat16", "float16")}  # computed and, excess precision being allowed, kept as float32
 
 
@@ -84,6 +88,7 @@ class _Fusion:
     def __init__(self, graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int], platform: str, bytes_per_flop: float):
         self.graph, self.rules, self.aliased = graph, rules, aliased
         self.made_once, self.widened = MADE_ONCE[platform], _WIDENED.get(platform, ())
+        self.copies_stacks = platform in COPIES_STACKS
         self.values = graph.values
         self.virtual: dict[int, frozenset[int]] = {}  # value → roots it is recomputed from
         self.costly: set[int] = set()
@@ -110,7 +115,7 @@ class _Fusion:
     def run(self) -> Buffers:
         outputs = {x for x in self.graph.outputs if isinstance(x, int)}
         inputs = {*self.graph.inputs, *self.graph.consts}
-        self.in_place |= _in_donated(self.graph, self.aliased)
+        self.in_place |= in_donated(self.graph, self.aliased)
         for number in inputs:
             self.start[number] = 0
         self.visit(self.graph, outputs)
@@ -148,7 +153,7 @@ class _Fusion:
         return value_bytes(value)
 
     def visit(self, graph: Graph, outputs: set[int]) -> None:
-        for node in _schedule(graph):
+        for node in schedule(graph):
             if node.bodies:
                 self.loop(node)
                 continue
@@ -321,17 +326,32 @@ class _Fusion:
             self.in_place.discard(x)
             self.reads[x] = self.reads.get(x, 0) + 1
 
+    def enter(self, node: Node, begin: int) -> None:
+        """A loop reads its operands."""
+        for x in node.inputs:
+            if isinstance(x, int):
+                self.read(x, begin)
+                if self.clusters:
+                    self.clusters.use(self.roots(x))
+        if self.copies_stacks:
+            self.copy_stacks(node)
+
+    def copy_stacks(self, node: Node) -> None:
+        """Traffic of a loop's stacks beside one write of each slice and one read of each stack."""
+        for link in node.links:
+            if link.kind is LinkKind.YS:  # zeros, and the copy's two ways
+                self.reads[link.target] = self.reads.get(link.target, 0) + 3
+            elif link.kind is LinkKind.XS and any(self.kind(user) in OPERATIONS for user in self.values[link.target].users):
+                for root in self.roots(link.source):
+                    self.reads[root] = self.reads.get(root, 0) + 2
+
     def loop(self, node: Node) -> None:
         """A body's positions come before its node's own; what it reads from outside is alive until then, initial carries excepted."""
         self.clock += 1
         begin = self.loop_start[node.id] = self.clock
         stacked = {link.target: link.source for link in node.links if link.kind is LinkKind.YS}
         shared = {link.target for link in node.links if link.kind in (LinkKind.CONST, LinkKind.XS)}
-        for x in node.inputs:
-            if isinstance(x, int):
-                self.read(x, begin)
-                if self.clusters:
-                    self.clusters.use(self.roots(x))
+        self.enter(node, begin)
         for body in node.bodies:
             outputs = {x for x in body.outputs if isinstance(x, int)}
             self.bound |= outputs
@@ -362,35 +382,6 @@ class _Fusion:
             self.last[number] = self.clock
             if stacked.get(number) in self.in_place:  # each trip has written its slice
                 self.unwritten.add(number)
-
-
-def _schedule(graph: Graph) -> list[Node]:
-    """Nodes in the order of the program, but what comes after a backward pass (the optimizer) as soon as its operands are there."""
-    if not any(node.backward for node in graph.nodes):
-        return graph.nodes
-    index: dict[int, int] = {}
-    after: set[int] = set()  # nodes with a backward pass in their history
-    for k, node in enumerate(graph.nodes):
-        producers = [p for x in node.inputs if isinstance(x, int) and (p := graph.values[x].producer) is not None and p.id in index]
-        late = any(p.backward or p.id in after for p in producers)
-        if late and not node.backward:
-            after.add(node.id)
-        ready = max((index[p.id] for p in producers), default=k)
-        index[node.id] = ready if node.id in after and not node.bodies else k
-    return sorted(graph.nodes, key=lambda node: index[node.id])
-
-
-def _in_donated(graph: Graph, aliased: frozenset[int]) -> set[int]:
-    """``aliased`` and, through loops and branches, the carries and results that become them."""
-    found = set(aliased)
-    for node in reversed(graph.nodes):
-        for body in node.bodies:
-            finals = {link.source: link.target for link in node.links if link.kind is LinkKind.FINAL}
-            inner = {x for x in body.outputs if isinstance(x, int) and finals.get(x) in found and x not in body.inputs}
-            inits = {link.target for link in node.links if link.kind is LinkKind.INIT and link.source in graph.inputs}
-            carries = {link.target for link in node.links if link.kind is LinkKind.CARRY and link.source in inner}
-            found |= _in_donated(body, frozenset(inner)) | (carries & inits)
-    return found
 
 
 def live_bytes(buffers: Buffers, sizes: np.ndarray) -> np.ndarray:

@@ -179,3 +179,21 @@ def test_buffers_are_sound(name):
             producer = graph.values[x].producer if isinstance(x, int) else None
             if producer is not None:  # it is scheduled before what reads it
                 assert buffers.position[producer.id] < buffers.loop_start.get(node.id, buffers.position[node.id])
+
+
+# -------------------------------------------------------------------------------------------------------------- stacks
+
+
+def traffic(platform, body):
+    """Bytes that fused equations move in a scan over 8 slices of X."""
+    _, b = buffers_of(lambda xs: jax.lax.scan(body, jnp.zeros((32, 32)), xs), array(8, 32, 32), platform=platform)
+    return float((b.bytes_ * (b.reads + b.written)).sum())
+
+
+def test_a_gpu_fills_stacks_copies_into_them_and_copies_slices_out_for_dots():
+    stacked, plain = (lambda c, x: (c, jnp.tanh(x) + c)), (lambda c, x: (c + jnp.tanh(x), None))
+    into = traffic("gpu", stacked) - traffic("gpu", plain)
+    assert into - (traffic("cpu", stacked) - traffic("cpu", plain)) == 3 * 8 * N, "zeros, and a copy that is read and written"
+    with_dot, without = (lambda c, x: (c @ x, None)), (lambda c, x: (c + x, None))
+    out = traffic("gpu", with_dot) - traffic("cpu", with_dot)
+    assert out - (traffic("gpu", without) - traffic("cpu", without)) == 2 * 8 * N

@@ -1,0 +1,34 @@
+"""In which order a compiler runs a program, and what of it lies in donated memory."""
+
+from __future__ import annotations
+
+from jaxauto.core import Graph, LinkKind, Node
+
+
+def schedule(graph: Graph) -> list[Node]:
+    """Nodes in the order of the program, but what comes after a backward pass (the optimizer) as soon as its operands are there."""
+    if not any(node.backward for node in graph.nodes):
+        return graph.nodes
+    index: dict[int, int] = {}
+    after: set[int] = set()  # nodes with a backward pass in their history
+    for k, node in enumerate(graph.nodes):
+        producers = [p for x in node.inputs if isinstance(x, int) and (p := graph.values[x].producer) is not None and p.id in index]
+        late = any(p.backward or p.id in after for p in producers)
+        if late and not node.backward:
+            after.add(node.id)
+        ready = max((index[p.id] for p in producers), default=k)
+        index[node.id] = ready if node.id in after and not node.bodies else k
+    return sorted(graph.nodes, key=lambda node: index[node.id])
+
+
+def in_donated(graph: Graph, aliased: frozenset[int]) -> set[int]:
+    """``aliased`` and, through loops and branches, the carries and results that become them."""
+    found = set(aliased)
+    for node in reversed(graph.nodes):
+        for body in node.bodies:
+            finals = {link.source: link.target for link in node.links if link.kind is LinkKind.FINAL}
+            inner = {x for x in body.outputs if isinstance(x, int) and finals.get(x) in found and x not in body.inputs}
+            inits = {link.target for link in node.links if link.kind is LinkKind.INIT and link.source in graph.inputs}
+            carries = {link.target for link in node.links if link.kind is LinkKind.CARRY and link.source in inner}
+            found |= in_donated(body, frozenset(inner)) | (carries & inits)
+    return found
