@@ -86,8 +86,9 @@ def test_the_loss_is_computed_in_parts_of_the_vocabulary(name):
     shapes = {s.dims for c in compiled(name).computations.values() for i in c.instructions for s in i.shapes}
     logits = {dims for dims in shapes if math.prod(dims) == 256 * 128256 // 8 and 128256 // 8 in dims}
     assert logits and not any(dims[-1:] == (128256,) for dims in shapes)
-    sums = traffic(name)["all-reduce", MODEL, False]
-    assert 3 * 256 <= sums.elements < 10 * 256
+    sums = traffic(name)["all-reduce", MODEL, False].arrays
+    of_the_loss = sum(count * math.prod(whole) for (whole, _), count in sums.items() if whole != (256, 8192))
+    assert 3 * 256 <= of_the_loss < 10 * 256, "beside them the embedding and the gradient of the last activations are summed"
 
 
 @compiles("sequence parallelism")
