@@ -296,6 +296,10 @@ def table(found: dict[str, Any]) -> str:
             column += [ratio] if ratio else []
         cells.append(f"{plan['cycles'] / best[1]['cycles']:.3f}" if best and plan["cycles"] and best[1]["cycles"] else "")
         lines.append(f"| {' | '.join(cells)} |")
+    counts = ", ".join(f"{name} {len(rows['hand'])}" for name, rows in found.items())
+    large = [name for name, rows in found.items() if not rows.get("planned", {}).get("fits", True)]
+    lines += ["", f"Written by hand and compiled (strategies with `nothing` saved, the fastest with all five policies): {counts}."]
+    lines += [f"Plans that do not fit when planned without compiling: {', '.join(large) or 'none'}."]
     for kind, column in ratios.items():
         if column:
             mean = math.exp(sum(map(math.log, column)) / len(column))

@@ -40,6 +40,8 @@ _RAISES = 8
 _LEAN = 8  # rounds in search of the least memory
 _NEAR = 6  # states of each variable that the MILP may choose from
 _MU = (1.0, 0.5, 0.0)  # weights of compute against prefetching that the dual tries
+_BASES = 8  # answers from which blocks are mixed
+_QUICK = 10_000  # values of a program that is rewritten in a fraction of a second
 _MIXED = -1  # the number of the level whose blocks keep unalike
 _GAP = 0.005  # relative gap under which no MILP is asked
 _SMALL = 300  # states in all: up to that the optimum is sought even where the gap is less
@@ -138,6 +140,8 @@ class Search:
             return [free]
         lean = self._lean(model, number, budget_bytes)
         found = [free, lean]
+        if number and len(self.answers[0][0]) == len(free.x):  # the sharding that is best as written, for what can be mixed from it
+            found.append(self.candidate(model, self.answers[0][0], number))
         if any(row.least_bytes() > budget_bytes for row in model.problem.rows):
             self.bounds[number] = math.inf  # proven: nothing of this level fits
         if lean.peak_bytes > budget_bytes or self._out_of_time():
@@ -217,10 +221,13 @@ class Search:
     def _refine(self, found: Found, budget_bytes: float) -> None:
         assert found.best is not None
         started = time.monotonic()
-        mixed = self._mix(found.best, budget_bytes)
-        if mixed is not None and mixed.seconds < found.best.seconds:
-            found.best = mixed
-            self.models[_MIXED], self.bounds[_MIXED] = mixed.model, 0.0
+        for base in self._bases(found):
+            mixed = self._mix(base, budget_bytes)
+            if mixed is not None and mixed.seconds < found.best.seconds:
+                found.best = mixed
+                self.models[_MIXED] = mixed.model
+                self.bounds[_MIXED] = max(eliminate(*mixed.model.problem.priced(mu, {})).bound for mu in _MU)
+                found.bound = min(self.bounds.values())
         found.seconds_spent["chain"] = time.monotonic() - started
         started = time.monotonic()
         near_enough = found.bound >= found.best.seconds * (1 - _GAP) and sum(found.best.model.problem.sizes) > _SMALL
@@ -234,6 +241,14 @@ class Search:
         started = time.monotonic()
         self._milp(found, budget_bytes, left)
         found.seconds_spent["milp"] = time.monotonic() - started
+
+    def _bases(self, found: Found) -> list[Candidate]:
+        """Answers to let blocks differ in: the best one; where rewriting is quick of other levels too, and sharded as without pressure."""
+        best: dict[tuple[int, bool], Candidate] = {}
+        written = self.answers[0][0]
+        for candidate in sorted(found.fitting, key=lambda c: c.seconds):
+            best.setdefault((candidate.level, np.array_equal(candidate.x, written)), candidate)
+        return list(best.values())[: _BASES if len(self.remat.graph.values) < _QUICK else 1]
 
     def _close(self, found: Found, budget_bytes: float) -> None:
         """Every level that could hold something better: its bound raised, its best answer found (``tighten.py``)."""

@@ -1,0 +1,214 @@
+"""Memory budgets, kept and how far down: python scripts/bench_budget.py [--targets h100:1,h100:8] [--only NAME] [--renew]
+
+For each step of remat_cases.py: compiled as written (data-parallel, state replicated) and with full ``jax.checkpoint`` of every block; then
+``jaxauto.plan(..., memory_budget=b, certify=True)`` for b = 100 %, 90 %, ... of what the step as written takes, as long as the planner's
+least is below b; then the least plan, compiled as it is. Everything is compiled ahead of time; bytes are arguments + outputs - aliases +
+temporaries of one device, as allocated by the compiler; seconds are the referee's, the roofline of the compiled schedule.
+Writes results/budget.json as it goes, keeps what is there, and writes results/budget.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from remat_cases import CASES, as_written, compile_once, judged_plan, mesh_of, step_of  # noqa: E402
+
+import jaxauto  # noqa: E402
+from jaxauto.aot import CompilerFailure, close_workers  # noqa: E402
+from jaxauto.verify import compile_plan  # noqa: E402
+
+RESULTS = HERE / "results"
+SOLVER_SECONDS = 30.0
+WANTED = ("h100:1", "h100:8", "v5p:1x1x1")
+_TINY = 1e6  # bytes: no plan fits
+_ROUNDING = 1 + 1e-6
+
+
+def planned(name: str, target: str, budget: float, *, certify: bool) -> dict[str, Any]:
+    """A plan within ``budget`` bytes, compiled and judged; or what was said in refusal."""
+    step, args = step_of(name, target)
+    started = time.monotonic()
+    try:
+        options = {"target": target, "mesh": mesh_of(target), "memory_budget": budget, "certify": certify, "time_limit": SOLVER_SECONDS}
+        plan = jaxauto.plan(step, *args, progress=False, **options)
+        compile_plan(plan, 900)
+    except (jaxauto.InfeasibleError, CompilerFailure) as error:
+        return {"budget": budget, "refused": str(error)}
+    return {"budget": budget, **judged_plan(plan), "took": time.monotonic() - started}
+
+
+def least_estimated(name: str, target: str) -> float:
+    """The least bytes that the planner thinks any plan needs."""
+    step, args = step_of(name, target)
+    try:
+        options = {"memory_budget": _TINY, "certify": False, "time_limit": SOLVER_SECONDS, "progress": False}
+        jaxauto.plan(step, *args, target=target, mesh=mesh_of(target), **options)
+    except jaxauto.InfeasibleError as error:
+        assert error.least_bytes is not None
+        return error.least_bytes
+    raise AssertionError(f"{name} fits into {_TINY:g} bytes")
+
+
+def tried(judge: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return judge()
+    except CompilerFailure as error:
+        return {"refused": str(error)}
+
+
+def run(name: str, target: str, steps: int, found: dict[str, Any], save: Callable[[], None]) -> None:
+    """One step on one target, budgets ``steps`` percent apart: what is not there yet."""
+    rows = found.setdefault(f"{name} @ {target}", {"case": name, "target": target, "budgets": {}})
+
+    def measured(place: dict, key: str, judge: Callable[[], Any], what: str) -> Any:
+        if key not in place:
+            place[key] = judge()
+            print(f"{name} @ {target} | {what} | {told(place[key])}", flush=True)
+            save()
+        return place[key]
+
+    written = measured(rows, "written", lambda: tried(lambda: as_written(name, target, "everything")), "as written")
+    if "refused" in written:
+        return
+    measured(rows, "checkpoint", lambda: tried(lambda: as_written(name, target, "nothing")), "jax.checkpoint")
+    least = measured(rows, "least estimated", lambda: least_estimated(name, target), "least estimated")
+    measured(rows, "least", lambda: planned(name, target, least * _ROUNDING, certify=False), "least")
+    for percent in range(100, 0, -steps):
+        budget = written["bytes"] * percent / 100
+        if budget >= least:
+            measured(rows["budgets"], str(percent), lambda b=budget: planned(name, target, b, certify=True), f"{percent} %")
+
+
+def told(row: Any) -> str:
+    if isinstance(row, float):
+        return gib(row)
+    if "refused" in row:
+        return row["refused"]
+    budget = f" of {gib(row['budget'])}, {row['rounds']} rounds" if "budget" in row else ""
+    return f"{gib(row['bytes'])}{budget}, {1e3 * row['seconds']:.2f} ms"
+
+
+def gib(bytes_: float) -> str:
+    return f"{bytes_ / 2**30:.2f} GiB"
+
+
+# --------------------------------------------------------------------------------------------------------------- tables
+
+
+def summary(found: dict[str, Any]) -> list[str]:
+    """One line for each step and target."""
+    lines = [
+        "| step | target | as written GiB | jax.checkpoint of all GiB | ms | least plan GiB | ms | least / checkpoint | budgets kept |"
+    ]
+    lines.append("|---|" + "---|" * 8)
+    for rows in found.values():
+        cells = [rows["case"], rows["target"]]
+        if "bytes" not in rows.get("written", {}):
+            lines.append(f"| {' | '.join(cells)} | {rows.get('written', {}).get('refused', 'not run')} |")
+            continue
+        full, least = rows.get("checkpoint", {}), least_compiled(rows)
+        kept = [b for b in rows["budgets"].values() if "bytes" in b and b["bytes"] <= b["budget"]]
+        cells += [f"{rows['written']['bytes'] / 2**30:.2f}"]
+        cells += [f"{full['bytes'] / 2**30:.2f}", f"{1e3 * full['seconds']:.2f}"] if "bytes" in full else ["refused", ""]
+        cells += [f"{least['bytes'] / 2**30:.2f}", f"{1e3 * least['seconds']:.2f}"] if least else ["", ""]
+        ratio = least["bytes"] / full["bytes"] if least and "bytes" in full else None
+        cells += ["" if ratio is None else f"**{ratio:.3f}**" if ratio > 1 else f"{ratio:.3f}"]
+        cells += [f"{len(kept)} of {len(rows['budgets'])}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def least_compiled(rows: dict[str, Any]) -> dict[str, Any] | None:
+    """The plan of a step that the compiler gave the least memory."""
+    compiled = [r for r in (rows.get("least", {}), *rows["budgets"].values()) if "bytes" in r]
+    return min(compiled, key=lambda r: r["bytes"]) if compiled else None
+
+
+def details(rows: dict[str, Any]) -> list[str]:
+    """All budgets of one step."""
+    lines = [f"### {rows['case']} @ {rows['target']}", "", CASES[rows["case"]].size + ".", ""]
+    lines += ["| budget | GiB | compiled GiB | of budget | estimated GiB | rounds | recomputed | ms | estimated ms | against as written |"]
+    lines += ["|---|" + "---|" * 9]
+    budgets = sorted(rows["budgets"].items(), key=lambda b: -int(b[0]))
+    for label, row in [*((f"{p} %", r) for p, r in budgets), ("least, not certified", rows.get("least", {}))]:
+        if "refused" in row:
+            lines.append(f"| {label} | {row['budget'] / 2**30:.2f} | refused: {row['refused']} |")
+            continue
+        if not row:
+            continue
+        cells = [label, f"{row['budget'] / 2**30:.2f}", f"{row['bytes'] / 2**30:.2f}", f"{row['bytes'] / row['budget']:.3f}"]
+        cells += [f"{row['estimated bytes'] / 2**30:.2f}", str(row["rounds"]), f"{row['recomputed']} of {row['residuals']}"]
+        cells += [f"{1e3 * row['seconds']:.2f}", f"{1e3 * row['estimated seconds']:.2f}"]
+        cells += [f"{row['seconds'] / rows['written']['seconds']:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def head(found: dict[str, Any]) -> list[str]:
+    """What holds and what does not."""
+    full = [r for r in found.values() if "written" in r]
+    budgets = [b for r in full for b in r["budgets"].values()]
+    over = [b for b in budgets if "bytes" in b and b["bytes"] > b["budget"]]
+    refused = [f"{r['case']} @ {r['target']} at {p} %" for r in full for p, b in r["budgets"].items() if "refused" in b]
+    worse = []
+    for rows in full:
+        least, checkpoint = least_compiled(rows), rows.get("checkpoint", {})
+        if least and "bytes" in checkpoint and least["bytes"] > checkpoint["bytes"]:
+            worse.append(f"{rows['case']} @ {rows['target']} ({least['bytes'] / checkpoint['bytes'] - 1:+.1%})")
+    lines = ["# Memory budgets", "", "Made by scripts/bench_budget.py: see there for the rules.", ""]
+    lines += [f"- {len(budgets)} budgets on {len(full)} steps and targets: {len(over)} plans over their budget, {len(refused)} refused."]
+    lines += ["- Refused (the planner called them feasible, the compiler's programs did not fit): " + ("; ".join(refused) or "none") + "."]
+    lines += ["- Least plan above full `jax.checkpoint` of every block: " + ("; ".join(worse) or "none") + "."]
+    absent = [f"{name} @ {target}" for target in WANTED for name in CASES if not found.get(f"{name} @ {target}", {}).get("budgets")]
+    lines += ["- Not run: " + ("; ".join(absent) or "nothing") + "."]
+    lines += ["- Models are smaller than published where it says so under their headings, so that a compile takes seconds."]
+    lines += ["- On eight devices the step as written and `jax.checkpoint` have the state replicated; plans may split it.", ""]
+    return lines
+
+
+def table(found: dict[str, Any]) -> str:
+    """results/budget.md."""
+    lines = [*head(found), *summary(found), ""]
+    for rows in found.values():
+        if "bytes" in rows.get("written", {}):
+            lines += details(rows)
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", default="h100:1,h100:8")
+    parser.add_argument("--only", default="", help="cases whose name contains this; several parted by commas")
+    parser.add_argument("--steps", type=int, default=10, help="percent between two budgets")
+    parser.add_argument("--renew", action="store_true", help="measure anew what is there already")
+    parser.add_argument("--keep", type=Path, help="a folder for compiled programs: the same program is compiled once")
+    parser.add_argument("--out", type=Path, default=RESULTS / "budget.json")
+    options = parser.parse_args()
+    compile_once(options.keep)
+    found: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+
+    def save() -> None:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        options.out.with_suffix(".md").write_text(table(found))
+
+    for target in options.targets.split(","):
+        for name in CASES:
+            if any(part in name for part in options.only.split(",")):
+                if options.renew:
+                    found.pop(f"{name} @ {target}", None)
+                run(name, target, options.steps, found, save)
+    save()
+    close_workers()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Plans against the policies of ``jax.checkpoint`` at their own memory: python scripts/bench_policies.py [--targets h100:1] [--only NAME]
+
+Every block of a step (remat_cases.py) gets a policy: ``everything_saveable`` (no jax.checkpoint), ``nothing_saveable``, ``dots_saveable``,
+``dots_with_no_batch_dims_saveable``, ``save_only_these_names`` of the outputs of attention and MLP. What the compiler allocates for it is
+the budget of ``jaxauto.plan(..., certify=True)`` of the step without policies. Both are compiled ahead of time and judged by the same
+referee, the roofline of the compiled schedule; ratio: seconds planned / seconds of the policy. A refused budget is a case lost.
+Writes results/policies.json as it goes, keeps what is there, and writes results/policies.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from bench_budget import RESULTS, planned, told, tried  # noqa: E402
+from layouts import POLICIES  # noqa: E402
+from remat_cases import CASES, as_written, compile_once  # noqa: E402
+
+from jaxauto.aot import close_workers  # noqa: E402
+
+_LEAST_GAIN = 0.05  # the goal, of the geometric mean
+
+
+def run(name: str, target: str, found: dict[str, Any], save: Callable[[], None]) -> None:
+    """One step on one target: what is not there yet."""
+    rows = found.setdefault(f"{name} @ {target}", {"case": name, "target": target, "policies": {}})
+    for policy in POLICIES:
+        row = rows["policies"].setdefault(policy, {})
+        if "policy" not in row:
+            row["policy"] = tried(lambda p=policy: as_written(name, target, p))
+            print(f"{name} @ {target} | {policy} | {told(row['policy'])}", flush=True)
+        if "planned" not in row and "bytes" in row["policy"]:
+            row["planned"] = planned(name, target, row["policy"]["bytes"], certify=True)
+            print(f"{name} @ {target} | {policy}, planned | {told(row['planned'])}", flush=True)
+        save()
+
+
+def ratio_of(row: dict[str, Any]) -> float | None:
+    """Seconds planned / seconds of the policy; None where one of them is not there."""
+    there = "seconds" in row.get("policy", {}) and "seconds" in row.get("planned", {})
+    return row["planned"]["seconds"] / row["policy"]["seconds"] if there else None
+
+
+def mean_of(ratios: list[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def head(found: dict[str, Any]) -> list[str]:
+    """The means, and where it is lost."""
+    lines = ["# Plans against the policies of jax.checkpoint, at the memory of each", "", "Made by scripts/bench_policies.py.", ""]
+    every = [(rows, policy, row, ratio_of(row)) for rows in found.values() for policy, row in rows["policies"].items()]
+    ratios = [r for *_, r in every if r is not None]
+    if not ratios:
+        return lines
+    mean, goal = mean_of(ratios), 1 - _LEAST_GAIN
+    refused = [f"{rows['case']} @ {rows['target']}, {p}" for rows, p, row, _ in every if "refused" in row.get("planned", {})]
+    verdict = "met" if mean <= goal else "missed"
+    lines += [
+        f"- Planned / policy, geometric mean of {len(ratios)}: **{mean:.3f}** (goal: {goal}, {verdict}); {len(refused)} lost are not in it."
+    ]
+    for policy in POLICIES:
+        own = [r for _, p, _, r in every if p == policy and r is not None]
+        lines += [f"  - {policy}: {mean_of(own):.3f}, worst {max(own):.3f}, of {len(own)}." if own else f"  - {policy}: not run."]
+    lost = [f"{rows['case']} @ {rows['target']}, {p}: {r:.3f}" for rows, p, _, r in every if r is not None and r > 1]
+    unfit = [f"{rows['case']} @ {rows['target']}, {p}" for rows, p, row, _ in every if "refused" in row.get("policy", {})]
+    lines += ["- Slower than the policy: " + ("; ".join(lost) or "none") + "."]
+    lines += ["- No plan within the policy's memory: " + ("; ".join(refused) or "none") + "."]
+    lines += ["- Policy refused by the compiler (nothing to compare): " + ("; ".join(unfit) or "none") + "."]
+    absent = [name for name in CASES if not any(rows["case"] == name for rows in found.values())]
+    lines += ["- Not run: " + ("; ".join(absent) or "nothing") + "."]
+    lines += ["- SSM and LSTM name no block outputs: there that policy is `nothing_saveable`. Sizes of the models: budget.md.", ""]
+    return lines
+
+
+def table(found: dict[str, Any]) -> str:
+    """results/policies.md."""
+    lines = head(found)
+    lines += ["| step | policy | GiB | ms | planned GiB | ms | estimated ms | recomputed | rounds | flops | ratio |", "|---|" + "---|" * 10]
+    for rows in found.values():
+        for policy, row in rows["policies"].items():
+            cells = [f"{rows['case']} @ {rows['target']}", policy]
+            by, plan, ratio = row.get("policy", {}), row.get("planned", {}), ratio_of(row)
+            if "seconds" in by:
+                cells += [f"{by['bytes'] / 2**30:.2f}", f"{1e3 * by['seconds']:.2f}"]
+            if ratio is None:
+                lines.append(f"| {' | '.join(cells)} | {plan.get('refused') or by.get('refused') or 'not run'} |")
+                continue
+            cells += [f"{plan['bytes'] / 2**30:.2f}", f"{1e3 * plan['seconds']:.2f}", f"{1e3 * plan['estimated seconds']:.2f}"]
+            cells += [f"{plan['recomputed']} of {plan['residuals']}", str(plan["rounds"]), f"{plan['flops'] / by['flops']:.3f}"]
+            lines.append(f"| {' | '.join(cells)} | {'**' if ratio > 1 else ''}{ratio:.3f}{'**' if ratio > 1 else ''} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", default="h100:1")
+    parser.add_argument("--only", default="", help="cases whose name contains this; several parted by commas")
+    parser.add_argument("--renew", action="store_true", help="measure anew what is there already")
+    parser.add_argument("--keep", type=Path, help="a folder for compiled programs: the same program is compiled once")
+    parser.add_argument("--out", type=Path, default=RESULTS / "policies.json")
+    options = parser.parse_args()
+    compile_once(options.keep)
+    found: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+
+    def save() -> None:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        options.out.with_suffix(".md").write_text(table(found))
+
+    for target in options.targets.split(","):
+        for name in CASES:
+            if any(part in name for part in options.only.split(",")):
+                if options.renew:
+                    found.pop(f"{name} @ {target}", None)
+                run(name, target, found, save)
+    save()
+    close_workers()
+
+
+if __name__ == "__main__":
+    main()
