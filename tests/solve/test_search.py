@@ -8,6 +8,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from zoo import STEPS
 
 from jaxauto.options import mesh_axes
 from jaxauto.planner import read
@@ -62,3 +63,20 @@ def test_the_answer_does_not_depend_on_the_run():
         search, remat = prepared(two_layers, ARGS, {"a": 2, "b": 2}, "cpu:8")
         answers.append(search.run(math.inf, remat.levels()).best.x)
     np.testing.assert_array_equal(*answers)
+
+
+def test_the_bound_holds_under_pressure_and_nothing_that_fits_is_faster():
+    """Over all levels and their mixtures: blocks that keep unalike are a program of their own, with a bound of its own."""
+    step, args = STEPS["recurrent_scan"]()
+
+    def run(budget):
+        search, remat = prepared(step, args, {"a": 4, "b": 2}, "h100:8")
+        return search.run(budget, remat.levels())
+
+    free, least = run(math.inf), run(1.0).leanest.peak_bytes
+    assert free.best is not None
+    for budget in (math.inf, *(least + share * (free.best.peak_bytes - least) for share in (0.1, 0.3, 0.6))):
+        found = run(budget)
+        assert found.best is not None and found.best.peak_bytes <= budget
+        assert found.bound <= found.best.seconds * (1 + 1e-9)
+        assert all(found.best.seconds <= c.seconds for c in found.fitting)
