@@ -20,7 +20,7 @@ SIDES = 2
 
 
 def halos(op: Operation) -> Iterator[tuple[int, Operand, float]]:
-    """(index of the factor, the operand that is sent, share of the whole operand that all borders of one cut need)."""
+    """(index of the factor, the operand that is sent, elements of it that cross each border)."""
     for k, (factor, _) in enumerate(op.factors):
         width = op.rule.halo.get(factor, 0)
         sent = next((o for o in op.operands if any(f == factor for _, f in o.dims)), None)
