@@ -279,6 +279,7 @@ def table(found: dict[str, Any]) -> str:
     lines = ["# Plans against shardings written by hand", "", "Made by scripts/bench_handwritten.py: see there for the rules.", ""]
     lines += [f"{head} cycles: planned / hand |", "|---|" + "---|" * 10]
     ratios: dict[str, list[float]] = {"planned": [], "tuned": []}
+    fitting: dict[str, list[float]] = {"planned": [], "tuned": []}
     for name, rows in found.items():
         best, plan = best_by_hand(rows), rows.get("planned", {})
         if "seconds" not in plan:
@@ -294,6 +295,7 @@ def table(found: dict[str, Any]) -> str:
             ratio = row["seconds"] / best[1]["seconds"] if best and "seconds" in row else None
             cells.append(f"{ratio:.3f}" if ratio else "")
             column += [ratio] if ratio else []
+            fitting[kind] += [ratio] if ratio and row["fits"] else []
         cells.append(f"{plan['cycles'] / best[1]['cycles']:.3f}" if best and plan["cycles"] and best[1]["cycles"] else "")
         lines.append(f"| {' | '.join(cells)} |")
     counts = ", ".join(f"{name} {len(rows['hand'])}" for name, rows in found.items())
@@ -302,8 +304,8 @@ def table(found: dict[str, Any]) -> str:
     lines += [f"Plans that do not fit when planned without compiling: {', '.join(large) or 'none'}."]
     for kind, column in ratios.items():
         if column:
-            mean = math.exp(sum(map(math.log, column)) / len(column))
-            lines += ["", f"{kind} / best by hand, geometric mean of {len(column)} cases: {mean:.3f}; worst {max(column):.3f}."]
+            means = [f"{math.exp(sum(map(math.log, c)) / len(c)):.3f} of {len(c)}" for c in (column, fitting[kind]) if c]
+            lines += ["", f"{kind} / best by hand, geometric mean: {means[0]} cases, {means[-1]} that fit; worst {max(column):.3f}."]
     return "\n".join(lines) + "\n"
 
 
