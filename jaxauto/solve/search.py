@@ -224,10 +224,11 @@ class Search:
         for base in self._bases(found):
             mixed = self._mix(base, budget_bytes)
             if mixed is not None and mixed.seconds < found.best.seconds:
-                found.best = mixed
-                self.models[_MIXED] = mixed.model
-                self.bounds[_MIXED] = max(eliminate(*mixed.model.problem.priced(mu, {})).bound for mu in _MU)
-                found.bound = min(self.bounds.values())
+                found.best, self.models[_MIXED] = mixed, mixed.model
+        if _MIXED in self.models:  # a program of its own, with a bound of its own
+            problem = self.models[_MIXED].problem
+            self.bounds[_MIXED] = max(eliminate(*problem.priced(mu, {})).bound for mu in _MU)
+            found.bound = min(self.bounds.values())
         found.seconds_spent["chain"] = time.monotonic() - started
         started = time.monotonic()
         near_enough = found.bound >= found.best.seconds * (1 - _GAP) and sum(found.best.model.problem.sizes) > _SMALL
@@ -297,12 +298,7 @@ class Search:
             return None
         levels = self.levels
         options = [[self._option(best, b, level) for level in levels] for b in range(len(self.remat.blocks))]
-        chosen = (
-            levels.index(next(lv for lv in levels if (lv.kept, lv.offloaded) == (best.variant.kept, best.variant.offloaded)))
-            if best.level < len(levels)
-            else 0
-        )
-        held = sum(o[chosen].kept_bytes for o in options) + max(o[chosen].peak_bytes for o in options)
+        held = sum(o[best.level].kept_bytes for o in options) + max(o[best.level].peak_bytes for o in options)
         room = budget_bytes - best.peak_bytes + held
         winner = None
         for _ in range(4):

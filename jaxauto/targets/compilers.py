@@ -24,7 +24,6 @@ TPU_ENVIRONMENT = MappingProxyType(
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
 )
-# The CUDA plugin otherwise refuses to register without a driver and the CUDA libraries.
 # What a plan is compiled with, beside the compiler's defaults. TPU: all-gathers of weights run beside matmuls; by default v5p waits for
 # them (scripts/results/overlap.md). The flags are those of public training recipes (MaxText).
 COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -42,6 +41,7 @@ COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "cpu": MappingProxyType({}),
     }
 )
+# The CUDA plugin otherwise refuses to register without a driver and the CUDA libraries.
 GPU_ENVIRONMENT = MappingProxyType({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"})
 
 _PACKAGES: Mapping[str, tuple[str, ...]] = {
