@@ -207,8 +207,12 @@ def verify(plan: Any, *, run: bool = False, steps: int = 3, timeout: float = 600
 
 def schedule_of(plan: Any, module: hlo.Module) -> ScheduleTime:
     """Seconds of a compiled plan by the roofline of its schedule, collectives included; ``module``: what it was compiled to."""
-    target = Target(plan.target)
-    mesh = mesh_axes(dict(plan.mesh.shape), target)
+    return schedule_on(Target(plan.target), plan.mesh.shape, module)
+
+
+def schedule_on(target: Target, mesh_shape: Mapping[str, int], module: hlo.Module) -> ScheduleTime:
+    """The same of any module compiled for a mesh of ``target``."""
+    mesh = mesh_axes(dict(mesh_shape), target)
     return schedule_seconds(module, target.chip, lambda c: hlo_collective_seconds(c, mesh))
 
 

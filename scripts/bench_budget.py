@@ -9,8 +9,6 @@ Writes results/budget.json as it goes, keeps what is there, and writes results/b
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -20,15 +18,15 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from remat_cases import CASES, as_written, compile_once, judged_plan, mesh_of, step_of  # noqa: E402
+from remat_cases import CASES, as_written, judged_plan, mesh_of, step_of, sweep  # noqa: E402
 
 import jaxauto  # noqa: E402
-from jaxauto.aot import CompilerFailure, close_workers  # noqa: E402
+from jaxauto.aot import CompilerFailure  # noqa: E402
 from jaxauto.verify import compile_plan  # noqa: E402
 
-RESULTS = HERE / "results"
 SOLVER_SECONDS = 30.0
 WANTED = ("h100:1", "h100:8", "v5p:1x1x1")
+_STEP = 10
 _TINY = 1e6  # bytes: no plan fits
 _ROUNDING = 1 + 1e-6
 
@@ -65,8 +63,8 @@ def tried(judge: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"refused": str(error)}
 
 
-def run(name: str, target: str, steps: int, found: dict[str, Any], save: Callable[[], None]) -> None:
-    """One step on one target, budgets ``steps`` percent apart: what is not there yet."""
+def run(name: str, target: str, found: dict[str, Any], save: Callable[[], None]) -> None:
+    """One step on one target, budgets ``_STEP`` percent apart: what is not there yet."""
     rows = found.setdefault(f"{name} @ {target}", {"case": name, "target": target, "budgets": {}})
 
     def measured(place: dict, key: str, judge: Callable[[], Any], what: str) -> Any:
@@ -82,7 +80,7 @@ def run(name: str, target: str, steps: int, found: dict[str, Any], save: Callabl
     measured(rows, "checkpoint", lambda: tried(lambda: as_written(name, target, "nothing")), "jax.checkpoint")
     least = measured(rows, "least estimated", lambda: least_estimated(name, target), "least estimated")
     measured(rows, "least", lambda: planned(name, target, least * _ROUNDING, certify=False), "least")
-    for percent in range(100, 0, -steps):
+    for percent in range(100, 0, -_STEP):
         budget = written["bytes"] * percent / 100
         if budget >= least:
             measured(rows["budgets"], str(percent), lambda b=budget: planned(name, target, b, certify=True), f"{percent} %")
@@ -184,31 +182,6 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", default="h100:1,h100:8")
-    parser.add_argument("--only", default="", help="cases whose name contains this; several parted by commas")
-    parser.add_argument("--steps", type=int, default=10, help="percent between two budgets")
-    parser.add_argument("--renew", action="store_true", help="measure anew what is there already")
-    parser.add_argument("--keep", type=Path, help="a folder for compiled programs: the same program is compiled once")
-    parser.add_argument("--out", type=Path, default=RESULTS / "budget.json")
-    options = parser.parse_args()
-    compile_once(options.keep)
-    found: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
-
-    def save() -> None:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
-        options.out.with_suffix(".md").write_text(table(found))
-
-    for target in options.targets.split(","):
-        for name in CASES:
-            if any(part in name for part in options.only.split(",")):
-                if options.renew:
-                    found.pop(f"{name} @ {target}", None)
-                run(name, target, options.steps, found, save)
-    save()
-    close_workers()
-
-
 if __name__ == "__main__":
-    main()
+    assert __doc__
+    sweep(__doc__, "budget", run, table)

@@ -34,11 +34,10 @@ from models import LLAMA, Decoder, step_and_args  # noqa: E402
 import jaxauto  # noqa: E402
 from jaxauto import aot, hlo  # noqa: E402
 from jaxauto.aot import CompilerFailure, close_workers  # noqa: E402
-from jaxauto.cost.schedule import schedule_seconds  # noqa: E402
-from jaxauto.options import budget_bytes, mesh_axes  # noqa: E402
+from jaxauto.options import budget_bytes  # noqa: E402
 from jaxauto.targets.compilers import COMPILER_OPTIONS  # noqa: E402
 from jaxauto.targets.target import Target  # noqa: E402
-from jaxauto.verify import compile_plan, hlo_collective_seconds  # noqa: E402
+from jaxauto.verify import compile_plan, schedule_on  # noqa: E402
 
 RESULTS = HERE / "results"
 
@@ -185,9 +184,8 @@ def options_for(target: Target) -> dict:
 def judged(case: Case, mesh: Mapping[str, int], text: str, device_bytes: float) -> dict[str, Any]:
     """What the referee says of a compiled module."""
     target = Target(case.target)
-    axes = mesh_axes(dict(mesh), target)
     module = hlo.parse(text)
-    clock = schedule_seconds(module, target.chip, lambda c: hlo_collective_seconds(c, axes))
+    clock = schedule_on(target, mesh, module)
     return {
         "mesh": dict(mesh),
         "seconds": clock.total_seconds,

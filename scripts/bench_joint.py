@@ -23,8 +23,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from bench_budget import RESULTS, gib  # noqa: E402
-from remat_cases import CASES, step_of  # noqa: E402
+from bench_budget import gib  # noqa: E402
+from remat_cases import CASES, RESULTS, step_of  # noqa: E402
 
 import jaxauto  # noqa: E402
 from jaxauto import planner  # noqa: E402

@@ -9,8 +9,6 @@ Writes results/policies.json as it goes, keeps what is there, and writes results
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -20,11 +18,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from bench_budget import RESULTS, planned, told, tried  # noqa: E402
+from bench_budget import planned, told, tried  # noqa: E402
 from layouts import POLICIES  # noqa: E402
-from remat_cases import CASES, as_written, compile_once  # noqa: E402
-
-from jaxauto.aot import close_workers  # noqa: E402
+from remat_cases import CASES, as_written, sweep  # noqa: E402
 
 _LEAST_GAIN = 0.05  # the goal, of the geometric mean
 
@@ -99,30 +95,6 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", default="h100:1")
-    parser.add_argument("--only", default="", help="cases whose name contains this; several parted by commas")
-    parser.add_argument("--renew", action="store_true", help="measure anew what is there already")
-    parser.add_argument("--keep", type=Path, help="a folder for compiled programs: the same program is compiled once")
-    parser.add_argument("--out", type=Path, default=RESULTS / "policies.json")
-    options = parser.parse_args()
-    compile_once(options.keep)
-    found: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
-
-    def save() -> None:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
-        options.out.with_suffix(".md").write_text(table(found))
-
-    for target in options.targets.split(","):
-        for name in CASES:
-            if any(part in name for part in options.only.split(",")):
-                if options.renew:
-                    found.pop(f"{name} @ {target}", None)
-                run(name, target, found, save)
-    save()
-    close_workers()
-
-
 if __name__ == "__main__":
-    main()
+    assert __doc__
+    sweep(__doc__, "policies", run, table)

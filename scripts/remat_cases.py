@@ -1,8 +1,10 @@
-"""Steps to measure rematerialisation with, the step as written under a ``jax.checkpoint`` policy, and compilers that answer once."""
+"""Steps to measure rematerialisation with, as written under a ``jax.checkpoint`` policy; compilers that answer once; a sweep."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import json
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,11 +19,11 @@ from layouts import Layout, use
 from models import Decoder, step_and_args
 
 from jaxauto import aot, hlo
-from jaxauto.cost.schedule import schedule_seconds
-from jaxauto.options import mesh_axes
 from jaxauto.targets.compilers import COMPILER_OPTIONS
 from jaxauto.targets.target import Target
-from jaxauto.verify import hlo_collective_seconds
+from jaxauto.verify import schedule_on
+
+RESULTS = Path(__file__).resolve().parent / "results"
 
 GPT2_MEDIUM = Decoder(24, 1024, 16, 16, 4096, 50304, length=1024)
 LLAMA_1B = Decoder(16, 2048, 32, 8, 8192, 128256, length=1024)
@@ -109,10 +111,8 @@ def as_written(name: str, target: str, policy: str) -> dict[str, Any]:
 
 def judged(target: str, mesh: Mapping[str, int], text: str, device_bytes: float) -> dict[str, Any]:
     """Seconds by the roofline of the compiled schedule with its collectives; flops; bytes on one device."""
-    where = Target(target)
-    axes = mesh_axes(dict(mesh), where)
     module = hlo.parse(text)
-    clock = schedule_seconds(module, where.chip, lambda c: hlo_collective_seconds(c, axes))
+    clock = schedule_on(Target(target), mesh, module)
     return {"seconds": clock.total_seconds, "compute": clock.compute_seconds, "flops": module.flops, "bytes": device_bytes}
 
 
@@ -129,6 +129,32 @@ def judged_plan(plan: Any) -> dict[str, Any]:
         "recomputed": sum(d.action == "recomputed" for d in plan.remat),
         "residuals": len(plan.remat),
     }
+
+
+def sweep(description: str, name: str, measure: Callable[[str, str, dict, Callable[[], None]], None], table: Callable[[dict], str]) -> None:
+    """The command line of a benchmark over ``CASES``: ``measure(case, target, found, save)`` adds what is not there yet."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", default="h100:1")
+    parser.add_argument("--only", default="", help="cases whose name contains this; several parted by commas")
+    parser.add_argument("--renew", action="store_true", help="measure anew what is there already")
+    parser.add_argument("--keep", type=Path, help="a folder for compiled programs: the same program is compiled once")
+    parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.json")
+    options = parser.parse_args()
+    compile_once(options.keep)
+    found: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+
+    def save() -> None:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        options.out.with_suffix(".md").write_text(table(found))
+
+    for target in options.targets.split(","):
+        for case in CASES:
+            if any(part in case for part in options.only.split(",")):
+                if options.renew:
+                    found.pop(f"{case} @ {target}", None)
+                measure(case, target, found, save)
+    save()
+    aot.close_workers()
 
 
 def compile_once(folder: Path | None) -> None:
