@@ -1,7 +1,8 @@
 """What offloading and padding bring, by the TPU compiler: python scripts/bench_offload.py. Writes results/offload.md.
 
-A decoder of 32 scanned layers on v5e:2x4 under budgets that keep less and less of what the step as written takes, with ``remat="auto"`` and
-``remat="offload"``; host memory is beside it. And a loss over a vocabulary that no axis divides, beside the same with the vocabulary padded.
+A decoder of 32 scanned layers on v5e:2x4 under budgets that keep less and less of what the step as written takes, with ``remat="auto"``
+and ``remat="offload"``; host memory is beside it. And a loss over a vocabulary that no axis divides, beside the same with the vocabulary
+padded.
 """
 
 from __future__ import annotations
