@@ -124,6 +124,7 @@ def _decisions(decisions: Decisions, graph: Graph | None) -> dict[str, Any]:
         "kept": [None if kept is None else [{"value": n, **_name(n, graph)} for n in sorted(kept)] for kept in decisions.kept],
         "gathered_late": sorted(decisions.gathered_late),
         "finished": sorted(decisions.finished),
+        "in_order": decisions.in_order,
         "made": [{"value": n, **_name(n, graph), "sharding": s} for n, s in decisions.made.items()],
         "offloaded": [{"value": n, **_name(n, graph)} for n in sorted(decisions.offloaded)],
     }
@@ -195,6 +196,7 @@ def _to_decisions(data: Mapping[str, Any]) -> Decisions:
         kept=tuple(None if kept is None else frozenset(d["value"] for d in kept) for kept in data["kept"]),
         gathered_late=frozenset((n, k) for n, k in data["gathered_late"]),
         finished=frozenset(data["finished"]),
+        in_order=data.get("in_order", False),
         made={d["value"]: _to_sharding(d["sharding"]) for d in data.get("made", ())},
         offloaded=frozenset(d["value"] for d in data.get("offloaded", ())),
     )

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxauto.core import Decisions, Graph, Node, Sharding
 from jaxauto.rewrite.evaluate import Pins, evaluator
 from jaxauto.rewrite.offload import offload
+from jaxauto.rewrite.order import in_order
 from jaxauto.rewrite.program import Rewritten
 from jaxauto.rewrite.recompute import recompute
 
@@ -34,6 +35,8 @@ def apply(graph: Graph, decisions: Decisions, mesh: Any) -> Callable:
     """The function of flat arrays that runs ``graph`` as decided; to be jitted with the plan's shardings."""
     chosen = {b: kept for b, kept in enumerate(decisions.kept) if kept is not None}
     rewritten = offload(recompute(graph, chosen) if chosen else Rewritten(graph, {}), decisions.offloaded)
+    if decisions.in_order:
+        rewritten = in_order(rewritten, decisions.finished)
     return evaluator(rewritten.graph, _Constraints(decisions, mesh, rewritten))
 
 

@@ -1,0 +1,77 @@
+"""Hold a scheduler to the order of the program: Graph → Graph, the last rewrite before a step is applied.
+
+XLA:GPU starts early what waits for nothing, and puts off what nothing waits for. A scatter of constants by the labels (the gradient of a
+loss that picks one logit) is made before the forward pass and lies there, as large as the logits, until it is read; the weight gradient of
+the last projection is made after the loops of the backward pass, and the logits' cotangent lies there until then. Two kinds of barriers
+say when: an operation of the backward pass that depends on no forward value waits for the loss, and a loop of the backward pass waits for
+the gradients that come before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import jax.numpy as jnp
+
+from jaxauto.core import Graph, Node
+from jaxauto.graph import value_bytes
+from jaxauto.rewrite.program import Program, Rewritten, cotangent_at, read_as, readers_of, renamed, ripeness
+
+_WRITTEN = ("scatter", "scatter-add", "scatter_add", "dot_general", "conv_general_dilated")  # never fused into what reads them
+
+
+def in_order(rewritten: Rewritten, finished: Set[int]) -> Rewritten:
+    """The same program, held to its order. ``finished``: gradients of the straight program that loops of the backward pass wait for."""
+    program = Program(rewritten.graph)
+    program.origin.update(rewritten.origin)
+    program.stacked |= rewritten.stacked
+    _Order(program, rewritten.graph, finished).run()
+    program.relink(program.top)
+    return Rewritten(program.top, program.origin, frozenset(program.stacked), rewritten.host)
+
+
+class _Order:
+    def __init__(self, program: Program, original: Graph, finished: Set[int]):
+        self.program, self.graph, self.finished = program, program.graphs[id(original)], finished
+        self.values = original.values
+        self.phase = {node.id: int(node.backward) for node in original.nodes}
+        self.position = {node.id: k for k, node in enumerate(original.nodes)}
+        self.ripe = ripeness(original, self.phase)
+        self.readers = readers_of(original)
+        self.names: dict[int, int] = {}
+        self.waits: set[int] = set()  # values that some matmul or loop comes before
+
+    def run(self) -> None:
+        nodes: list[Node] = []
+        made: list[int] = []  # gradients that no loop has waited for
+        for place, node in enumerate(self.graph.nodes):
+            tied = [] if not node.backward else self._loop(node, made) if node.bodies else self._early(node, place)
+            if len(tied) > 1:
+                barrier, passed = self.program.barrier([self.names.get(x, x) for x in tied], node)
+                nodes.append(barrier)
+                self.names.update({x: passed[self.names.get(x, x)] for x in tied})
+                made = [] if node.bodies else made
+            read_as(node, {x: self.names[x] for x in node.inputs if isinstance(x, int) and x in self.names})
+            made += [x for x in node.outputs if x in self.finished]
+            if node.bodies or node.prim in _WRITTEN or not self.waits.isdisjoint(x for x in node.inputs if isinstance(x, int)):
+                self.waits.update(node.outputs)
+            nodes.append(node)
+        self.graph.nodes = nodes
+        self.graph.outputs = renamed(self.graph.outputs, self.names)
+
+    def _loop(self, node: Node, made: list[int]) -> list[int]:
+        """The largest cotangent that a loop begins with, and the gradients made before it."""
+        waiting = [x for x in node.inputs if isinstance(x, int) and self.ripe.get(x, -1) >= 0 and self._floating(x)]
+        backward = [x for x in waiting if (p := self.values[x].producer) is not None and p.backward]
+        return [max(backward, key=lambda x: value_bytes(self.values[x])), *made] if backward and made else []
+
+    def _early(self, node: Node, place: int) -> list[int]:
+        """The smallest array that an early operation reads, and something that waits for the forward pass."""
+        read = [x for x in node.inputs if isinstance(x, int) and self.values[x].shape]
+        if node.prim not in _WRITTEN or not self.waits.isdisjoint(read):
+            return []
+        tie = cotangent_at(self.program, self.graph, place, self.phase, self.readers, self.position, self.ripe)
+        return [min(read, key=lambda x: value_bytes(self.values[x])), tie] if read and tie is not None else []
+
+    def _floating(self, number: int) -> bool:
+        return bool(self.values[number].shape) and jnp.issubdtype(self.values[number].dtype, jnp.floating)
