@@ -159,7 +159,12 @@ def error(row: dict, name: str) -> float | None:
 
 # ---------------------------------------------------------------------------------------------------------------- tables
 
-QUANTITIES = {"memory": "peak memory", "flops": "matrix flops", "collectives": "collective bytes", "time": "step time (roofline of the schedule)"}
+QUANTITIES = {
+    "memory": "peak memory",
+    "flops": "matrix flops",
+    "collectives": "collective bytes",
+    "time": "step time (roofline of the schedule)",
+}
 CYCLES = "step time (compiler's cycles)"
 
 
@@ -168,7 +173,8 @@ def spread(errors: list[float]) -> str:
     if not errors:
         return "| | | "
     size = np.abs(errors)
-    return f"| {np.median(size):.1%} | {np.percentile(size, 90):.1%}, {np.percentile(size, 95):.1%} | {min(errors):+.0%} to {max(errors):+.0%} "
+    tail = f"{np.percentile(size, 90):.1%}, {np.percentile(size, 95):.1%}"
+    return f"| {np.median(size):.1%} | {tail} | {min(errors):+.0%} to {max(errors):+.0%} "
 
 
 def summary(found: dict[str, dict]) -> str:
@@ -181,7 +187,8 @@ def summary(found: dict[str, dict]) -> str:
         if row["outcome"] == "compiled":
             groups[f"{chip}, {group}, {'one device' if sharding == 'one device' else 'eight devices'}"].append(row)
     for title, name in QUANTITIES.items():
-        lines += [f"## {title.capitalize()}", "", "| programs | plans | median | 90th, 95th percentile | from, to |", "|---|---|---|---|---|"]
+        lines += [f"## {title.capitalize()}", ""]
+        lines += ["| programs | plans | median | 90th, 95th percentile | from, to |", "|---|---|---|---|---|"]
         for group, rows in sorted(groups.items()):
             errors = [e for row in rows if (e := error(row, name)) is not None]
             if errors:
@@ -196,7 +203,8 @@ def summary(found: dict[str, dict]) -> str:
 
 def ranks(found: dict[str, dict]) -> list[str]:
     """Spearman's correlation of estimated and judged seconds among the plans of one model on eight devices, and that of cycles."""
-    lines = ["## Is the cheaper plan the cheaper plan?", "", "Rank correlation among the plans of one model on one target (three or more).", ""]
+    lines = ["## Is the cheaper plan the cheaper plan?", ""]
+    lines += ["Rank correlation among the plans of one model on one target (three or more).", ""]
     lines += ["| target | models | with the schedule: median, least | with the compiler's cycles: median, least |", "|---|---|---|---|"]
     for chip in TARGETS:
         by_model: dict[str, list[dict]] = defaultdict(list)

@@ -1,6 +1,7 @@
 """The referee's clock: seconds of one step read off a compiled module's schedule (jaxauto.hlo), instruction by instruction.
 
-An instruction or fusion takes ``max(flops / (0.9 × peak of its dtype), HBM bytes / (0.85 × bandwidth))``; loop bodies × trips.
+An instruction or fusion takes ``max(flops / (e × peak of its dtype), HBM bytes / (b × bandwidth))``, loop bodies × trips, with the chip's
+efficiencies e and b (0.9 and 0.85 of every TPU).
 Collectives take what the caller's ``collective_seconds`` says. Four resources run side by side within one computation:
 
 - compute, in schedule order;
@@ -24,8 +25,6 @@ from jaxauto.hlo import Computation, HloCollective, Instruction, Module
 from jaxauto.hlo_collectives import Groups, background, continues
 from jaxauto.hlo_ops import matmul_flops
 
-MATMUL_FRACTION = 0.9  # of peak: published microbenchmark, v6e bf16 8192³: 827 of 918 TFLOP/s
-MEMORY_FRACTION = 0.85  # of HBM bandwidth: the same, copies: v6e 1360 of 1640 GB/s (83 %), 7x 6400 of 7380 (87 %)
 _PASSES = {"highest": 6, "high": 3}  # bf16 passes of the TPU's matrix unit for one float32 dot; 1 by default
 
 _NUMPY = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
@@ -37,6 +36,16 @@ class Chip(Protocol):
     @property
     def hbm_bandwidth(self) -> float:
         """Bytes/s."""
+        ...
+
+    @property
+    def flops_efficiency(self) -> float:
+        """Share of the peak that large matmuls reach."""
+        ...
+
+    @property
+    def bandwidth_efficiency(self) -> float:
+        """Share of the bandwidth that large copies reach."""
         ...
 
     def peak_flops(self, dtype: str, /) -> float:
@@ -105,7 +114,7 @@ def _matmul_seconds(module: Module, chip: Chip, computation: Computation, i: Ins
                 named = re.search(r"operand_precision=\{(\w+)", inner.attributes)
                 dtype, passes = "bfloat16", _PASSES.get(named.group(1), 1) if named else 1
             flops += count
-            seconds += passes * count / (MATMUL_FRACTION * chip.peak_flops(dtype))
+            seconds += passes * count / (chip.flops_efficiency * chip.peak_flops(dtype))
     return flops, seconds
 
 
@@ -301,4 +310,4 @@ class _Timeline:
         rows.append(OpTime(i.name, self.computation.name, i.op_name, seconds, 0.0, flops, bytes_, transfer))
 
     def _memory_seconds(self, bytes_: float) -> float:
-        return bytes_ / (MEMORY_FRACTION * self.clock.chip.hbm_bandwidth)
+        return bytes_ / (self.clock.chip.bandwidth_efficiency * self.clock.chip.hbm_bandwidth)

@@ -19,7 +19,7 @@ from jaxauto.cost.collectives import collective_seconds
 from jaxauto.cost.compute import operation_flops, traffic_seconds
 from jaxauto.graph import HOST, value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
-from jaxauto.solve.facts import spatial_dims
+from jaxauto.solve.facts import read_together, spatial_dims
 from jaxauto.solve.model import FLEETING, VMEM_SHARE, Model
 from jaxauto.solve.problem import HIDDEN_SHARE, RESOURCES
 from jaxauto.solve.search import Candidate
@@ -115,6 +115,7 @@ class _Answer:
         chosen = {v: tuple(map(int, model.states[v][s])) for v, s in enumerate(x)}
         self.group: dict[int, Where] = {g: chosen[model.variable["group", g]] for g in model.groups.groups}
         self.operation: dict[int, Where] = {op.node.id: chosen[model.variable["operation", op.node.id]] for op in model.groups.operations}
+        self.together = read_together(model.variant, model.groups)
         self.seen: dict[tuple, tuple[float, float]] = {}  # passages that were met before
 
     def where(self, state: Where, dims: Sequence[int]) -> Where:
@@ -144,7 +145,8 @@ class _Answer:
             total["compute"] += times * self.roofline(op)
             for o in op.operands:
                 part = self.passage(self.holder(o), self.operand(op, o), self.bytes_of(o.value))
-                self.charge(total, self.resource(o.value, -1), times, part)
+                again = self.model.groups.times[op.node.id] if (op.node.id, o.value) in self.together else 0
+                self.charge(total, self.resource(o.value, -1), times - again, part)
             for o in op.results:
                 part = self.passage(self.operand(op, o), self.holder(o), self.bytes_of(o.value), self.partial(op, o))
                 self.charge(total, self.resource(-1, o.value), times, part)

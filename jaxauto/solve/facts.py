@@ -37,6 +37,27 @@ def offloaded_bytes(variant: Variant, groups: Groups) -> np.ndarray:
     return moved
 
 
+def read_together(variant: Variant, groups: Groups) -> frozenset[tuple[int, int]]:
+    """(node, value) of what recomputed operations read and operations of the backward pass read too: it is gathered once for both.
+
+    Both are taken to want it in the same sharding. In straight code a barrier parts them, see ``recompute.py``; in loops nothing does.
+    """
+    rewritten, written = variant.rewritten, groups.graph.values
+    operations = {op.node.id for op in groups.operations}
+    found = set()
+    for node in walk(rewritten.graph):
+        if not node.outputs or node.outputs[0] not in rewritten.origin:
+            continue
+        original = written[rewritten.origin[node.outputs[0]]].producer
+        if original is None or original.id not in operations or original.id == node.id:
+            continue
+        for k, x in enumerate(node.inputs):
+            users = rewritten.graph.values[x].users if isinstance(x, int) else ()
+            if any(user.id in operations and user.backward for user in users):
+                found.add((original.id, original.inputs[k]))
+    return frozenset(found)
+
+
 def trips(groups: Groups, number: int) -> int:
     """How often a step gives a loop's body one of its inputs; 1 for what is no such input."""
     return next((node.trips for node in walk(groups.graph) for body in node.bodies if number in body.inputs), 1)

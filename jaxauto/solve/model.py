@@ -26,7 +26,7 @@ from jaxauto.cost.layout import padding
 from jaxauto.cost.reshard import passage_collectives, passage_tables
 from jaxauto.graph import value_bytes
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
-from jaxauto.solve.facts import narrowing, offloaded_bytes, spatial_dims
+from jaxauto.solve.facts import narrowing, offloaded_bytes, read_together, spatial_dims
 from jaxauto.solve.fold import Key
 from jaxauto.solve.positions import edge_layout, moved_share, reduced_factors
 from jaxauto.solve.problem import MemoryRow, Problem
@@ -70,6 +70,7 @@ class Model:
         self.variable: dict[Key, int] = {}
         self.states: list[np.ndarray] = []
         self.narrowing = self.cached(("narrowing",), lambda: narrowing(program.groups))
+        self.together = self.cached(("together", variant), lambda: read_together(variant, program.groups))
         self.operation_of: dict[int, Operation] = {}
         self.operations_at: dict[int, list[Operation]] = defaultdict(list)  # position → what runs there
         allowed = allowed or {}
@@ -183,6 +184,11 @@ class Model:
         """How often a node runs in a step, recomputation included."""
         return self.groups.times[node] + self.variant.extra.get(node, 0)
 
+    def fetches(self, op: Operation, operand: Operand) -> int:
+        """How often an operand is brought into the sharding that its operation wants."""
+        shared = self.groups.times[op.node.id] if (op.node.id, operand.value) in self.together else 0
+        return self.again(op.node.id) - shared
+
     def _traffic(self) -> None:
         b = self.buffers
         times = np.array([self._times_of(int(n)) for n in self.variant.origin], float)
@@ -293,9 +299,8 @@ class Model:
             for o in op.operands:
                 g = self.var("group", o.group)
                 resource = self.resource_of(o.value, -1)
-                count[g, v, tuple(d for d, _ in o.dims), factor_dims(op, o), self.passage_bytes(o.value), resource] += self.again(
-                    op.node.id
-                )
+                key = (g, v, tuple(d for d, _ in o.dims), factor_dims(op, o), self.passage_bytes(o.value), resource)
+                count[key] += self.fetches(op, o)
         for (g, v, dims, factors, bytes_, resource), times in count.items():
             table = self.cached(
                 ("operand", g, v, dims, factors, bytes_),
@@ -354,7 +359,7 @@ class Model:
                 here = project(group, tuple(d for d, _ in o.dims))[0]
                 steps = self._passage(here, self.operand_position(x, op, o), self.passage_bytes(o.value))
                 resource = self.resource_of(o.value, -1)
-                found += [(k, n, axes, self.again(op.node.id), s, resource, op.node.id) for k, n, axes, s in steps]
+                found += [(k, n, axes, self.fetches(op, o), s, resource, op.node.id) for k, n, axes, s in steps]
             halos = self.halo_collectives(op, self.state(x, "operation", op.node.id))
             again = SIDES * self.again(op.node.id)
             found += [("collective-permute", n, axes, again, s, "blocking", op.node.id) for n, axes, s in halos]

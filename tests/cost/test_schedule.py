@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from jaxauto import hlo
-from jaxauto.cost.schedule import MATMUL_FRACTION, MEMORY_FRACTION, schedule_seconds
+from jaxauto.cost.schedule import schedule_seconds
 from jaxauto.cost.traffic import hbm_bytes
 
 SAVED = pathlib.Path(__file__).parents[1] / "data" / "hlo"
@@ -17,12 +17,14 @@ SAVED = pathlib.Path(__file__).parents[1] / "data" / "hlo"
 class Chip:
     flops: float
     hbm_bandwidth: float
+    flops_efficiency: float = 0.9
+    bandwidth_efficiency: float = 0.85
 
     def peak_flops(self, dtype: str) -> float:
         return self.flops * {"bfloat16": 1, "float32": 0.5, "float8_e4m3fn": 2, "int8": 2}[dtype]
 
 
-CHIP = Chip(1 / MATMUL_FRACTION, 1 / MEMORY_FRACTION)  # 1 bfloat16 flop/s and 1 byte/s effective
+CHIP = Chip(1 / 0.9, 1 / 0.85)  # 1 bfloat16 flop/s and 1 byte/s effective
 
 
 def module(entry: str, *callees: str) -> hlo.Module:
@@ -219,7 +221,7 @@ def test_offloading_runs_beside_compute_over_the_hosts_link(host_bandwidth, tota
     %start = (f32[50]{0:T(1)S(5)}, f32[50]{0:T(1)}, u32[]{:S(2)}) copy-start(%p)
     %x = f32[25]{0:T(1)} copy(%q)
     %r = f32[50]{0:T(1)S(5)} copy-done(%start)"""
-    chip = WithHost(CHIP.flops, CHIP.hbm_bandwidth, host_bandwidth)
+    chip = WithHost(CHIP.flops, CHIP.hbm_bandwidth, host_bandwidth=host_bandwidth)
     assert schedule_seconds(module(text), chip, lambda c: 0.0).total_seconds == pytest.approx(total)
 
 
@@ -248,7 +250,7 @@ def test_a_real_step_adds_up(name):
     chip = Chip(197e12, 819e9)
     spent = schedule_seconds(parsed, chip, lambda c: 1e-6)
     assert spent.collective_seconds == pytest.approx(1e-6 * sum(c.count for c in parsed.collectives))
-    assert spent.compute_seconds >= parsed.flops / (MATMUL_FRACTION * chip.flops)
+    assert spent.compute_seconds >= parsed.flops / (chip.flops_efficiency * chip.flops)
     assert spent.exposed_collective_seconds <= spent.collective_seconds
     assert spent.total_seconds == pytest.approx(spent.compute_seconds + spent.exposed_collective_seconds)
     assert sum(row.total_seconds for row in spent.breakdown) == pytest.approx(spent.total_seconds)
