@@ -45,8 +45,8 @@ class Compilation:
 
         XLA:CPU's figure leaves the temporaries out, so there it is ``device_bytes``.
         """
-        told = self.memory.get("peak", 0)
-        return told if told > self.memory["argument"] + self.memory["output"] else self.device_bytes
+        told, m = self.memory.get("peak", 0), self.memory
+        return told if told > m["argument"] + m["output"] - m["alias"] else self.device_bytes
 
 
 @dataclass(frozen=True)

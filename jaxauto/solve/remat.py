@@ -21,6 +21,7 @@ from jaxauto.cost.compute import bytes_per_flop, operation_flops, traffic_second
 from jaxauto.cost.fusion import Buffers, find_buffers
 from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import Groups
+from jaxauto.rewrite.hoist import hoist
 from jaxauto.rewrite.offload import offload
 from jaxauto.rewrite.program import Rewritten
 from jaxauto.rewrite.recompute import recompute
@@ -189,6 +190,8 @@ class Remat:
     def _variant(self, kept: tuple, offloaded: frozenset[int]) -> Variant:
         chosen = {b: k for b, k in enumerate(kept) if k is not None}
         rewritten = offload(recompute(self.graph, chosen) if chosen else Rewritten(self.graph, {}), offloaded)
+        if self.chip.platform == "tpu":
+            rewritten = hoist(rewritten)
         graph = rewritten.graph
         rules = self.groups.rules if graph is self.graph else {node.id: self._rule(node) for node in walk(graph) if not node.bodies}
         buffers = find_buffers(graph, rules, self.aliased, self.chip.platform, bytes_per_flop(self.chip))

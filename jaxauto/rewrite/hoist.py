@@ -1,0 +1,78 @@
+"""Narrowed weights of a loop, as XLA:TPU has them: converted before the loop, whole, once for all loops that read them.
+
+A scan over layers with float32 parameters and bfloat16 compute narrows one layer's slice in each trip. The TPU compiler moves that out: the
+whole stack is narrowed first and lies beside the parameters until the last loop has read it (seen in the schedule of every scanned model).
+The cost model sees programs so; what is applied is left as it is.
+"""
+
+from __future__ import annotations
+
+from jaxauto.core import Graph, Node
+from jaxauto.graph import value_bytes
+from jaxauto.rewrite.program import Program, Rewritten, read_as, renamed
+
+
+def hoist(rewritten: Rewritten) -> Rewritten:
+    """The same program with every narrowing of a slice or constant of a scan before it."""
+    program = Program(rewritten.graph)
+    program.origin.update(rewritten.origin)
+    program.stacked |= rewritten.stacked
+    found = [_from_loops(program, graph) for graph in _inner_first(program.top)]
+    if not any(found):
+        return rewritten
+    program.relink(program.top)
+    return Rewritten(program.top, program.origin, frozenset(program.stacked), rewritten.host)
+
+
+def _inner_first(graph: Graph) -> list[Graph]:
+    return [*(inner for node in graph.nodes for body in node.bodies for inner in _inner_first(body)), graph]
+
+
+def _from_loops(program: Program, graph: Graph) -> bool:
+    """Whether something came out of the scans of one graph into it."""
+    nodes: list[Node] = []
+    narrowed: dict[tuple[int, str], int] = {}
+    for node in graph.nodes:
+        for place, convert in _conversions(program, node) if node.prim == "scan" else ():
+            nodes += _moved(program, node, place, convert, narrowed)
+        nodes.append(node)
+    graph.nodes = nodes
+    return bool(narrowed)
+
+
+def _conversions(program: Program, scan: Node) -> list[tuple[int, Node]]:
+    """(which operand, the node that narrows it) of a scan's body."""
+    (body,) = scan.bodies
+    carries = range(scan.num_consts, scan.num_consts + scan.num_carry)
+    place = {inner: k for k, inner in enumerate(body.inputs) if k not in carries and isinstance(scan.inputs[k], int)}
+    size = lambda n: value_bytes(program.values[n])  # noqa: E731
+    return [
+        (place[node.inputs[0]], node)
+        for node in body.nodes
+        if node.prim == "convert_element_type" and node.inputs[0] in place and size(node.outputs[0]) < size(node.inputs[0])
+    ]
+
+
+def _moved(program: Program, scan: Node, place: int, convert: Node, narrowed: dict[tuple[int, str], int]) -> list[Node]:
+    """Take ``convert`` out of the scan; the node that narrows the whole operand, unless another scan's does."""
+    (body,) = scan.bodies
+    outer, (result,) = scan.inputs[place], convert.outputs
+    assert isinstance(outer, int)
+    is_slice = place >= scan.num_consts + scan.num_carry
+    key = outer, str(program.values[result].dtype)
+    made = []
+    if key not in narrowed:
+        narrowed[key] = program.fresh(result, stacked=scan.trips if is_slice else None)
+        eqn, scope, source = convert.eqn, convert.scope, convert.source
+        made.append(Node(program.new_id(), eqn, convert.prim, (outer,), (narrowed[key],), scope, source))
+    inner = program.fresh(result)
+    body.nodes.remove(convert)
+    names = {result: inner}
+    for node in body.nodes:
+        read_as(node, names)
+    body.outputs = renamed(body.outputs, names)
+    at = len(scan.inputs) if is_slice else 0
+    scan.inputs = (*scan.inputs[:at], narrowed[key], *scan.inputs[at:])
+    body.inputs = (*body.inputs[:at], inner, *body.inputs[at:])
+    scan.num_consts += not is_slice
+    return made
