@@ -265,8 +265,8 @@ class MeshAxes:
 
     ``scatters``: the compiler has a reduce-scatter; XLA:CPU has none, it reduces whole and cuts.
     ``sums_whole``: gathers and scatters over all devices together are written as all-reduces, and waited for: XLA:TPU on closed 3-D tori.
-    ``windows``: the most devices over which a sum is scattered beside the dot that makes it (a windowed einsum); other sums are waited for.
-    None: any sum can be hidden.
+    ``windows``: the most devices over which a sum is scattered beside the dot that makes it (``cost/windowed.py``); other sums are waited
+    for. None: any sum can be hidden.
     """
 
     names: tuple[str, ...]

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxauto.core import Kind
 from jaxauto.graph import value_bytes
-from jaxauto.groups import WHOLE, Operation
+from jaxauto.groups import WHOLE, Operand, Operation
 from jaxauto.strategies import project, shards
 
 _MATRIX = frozenset({Kind.DOT, Kind.CONV})
@@ -36,18 +36,22 @@ def operation_seconds(op: Operation, values: dict, state: np.ndarray, axis_sizes
     Returns:
       ``float [states]``.
     """
-    split = shards(state, axis_sizes)
-    bytes_ = sum(
-        (value_bytes(values[o.value]) / shards(project(state, factor_dims(op, o)), axis_sizes) for o in (*op.operands, *op.results)),
-        np.zeros(len(state)),
-    )
+    bytes_ = sum((operand_bytes(o, op, values, state, axis_sizes) for o in (*op.operands, *op.results)), np.zeros(len(state)))
     if op.rule.bytes_ is not None:  # a gather touches the rows it reads, not the table
-        bytes_ = np.minimum(bytes_, op.rule.bytes_ / split)
+        bytes_ = np.minimum(bytes_, op.rule.bytes_ / shards(state, axis_sizes))
     seconds = traffic_seconds(bytes_, chip)
-    if op.rule.kind in _MATRIX:
-        dtype = values[op.operands[0].value].dtype if op.operands else np.dtype(np.float32)
-        seconds = np.maximum(seconds, operation_flops(op) / split / (chip.flops_efficiency * chip.peak_flops(dtype)))
-    return seconds
+    return np.maximum(seconds, matrix_seconds(op, values, state, axis_sizes, chip)) if op.rule.kind in _MATRIX else seconds
+
+
+def operand_bytes(operand: Operand, op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...]) -> np.ndarray:
+    """Bytes that one device has of an operand or result, for each state: ``float [states]``."""
+    return value_bytes(values[operand.value]) / shards(project(state, factor_dims(op, operand)), axis_sizes)
+
+
+def matrix_seconds(op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any) -> np.ndarray:
+    """Seconds of the matrix unit alone, for each state: ``float [states]``."""
+    dtype = values[op.operands[0].value].dtype if op.operands else np.dtype(np.float32)
+    return operation_flops(op) / shards(state, axis_sizes) / (chip.flops_efficiency * chip.peak_flops(dtype))
 
 
 def operation_flops(op: Operation) -> float:

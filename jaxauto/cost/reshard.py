@@ -23,7 +23,6 @@ than the mesh's, and change places.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -40,24 +39,32 @@ def passage_seconds(source: np.ndarray, target: np.ndarray, bytes_: float, mesh:
     return passage_tables(source, target, bytes_, mesh, partial).sum(0)
 
 
-def passage_tables(source: np.ndarray, target: np.ndarray, bytes_: float, mesh: MeshAxes, partial: np.ndarray | None = None) -> np.ndarray:
+def passage_tables(
+    source: np.ndarray,
+    target: np.ndarray,
+    bytes_: float,
+    mesh: MeshAxes,
+    partial: np.ndarray | None = None,
+    beside: np.ndarray | None = None,
+) -> np.ndarray:
     """Seconds for every pair of states: of collectives that other work can hide, and of those that are waited for.
 
     Args:
       source: ``[a, axes]`` positions in the array's dimensions. target: ``[b, axes]``.
       bytes_: of the whole array.
       partial: ``bool [a, axes]``, axes along which the source is a term of a sum.
+      beside: ``bool [a, b]``, sums that are scattered beside what makes them (``windowed.py``), where the compiler has windows; None: none.
 
     Returns:
       ``float [2, a, b]``.
     """
     tables = np.zeros((2, len(source), len(target)))
-    several = np.broadcast_to(_sums_in_parts(target, partial), tables.shape[1:])
+    waited = np.ones(tables.shape[1:], bool) if beside is None else ~beside
     for kind, amount, axes, chosen in _steps(source, target, bytes_, mesh, partial):
         sizes, links = _subset(mesh, axes)
         written = _written(kind, axes, mesh)
         seconds = collective_seconds(written, amount, sizes, links)
-        waits = several[chosen] | _waits(kind, axes, mesh) if kind in _SUMS and mesh.windows else np.full(len(amount), written != kind)
+        waits = waited[chosen] if kind in _SUMS and mesh.windows else np.full(len(amount), written != kind)
         tables[0][chosen] += np.where(waits, 0.0, seconds)
         tables[1][chosen] += np.where(waits, seconds, 0.0)
     return tables
@@ -70,21 +77,6 @@ def _written(kind: str, axes: tuple[int, ...], mesh: MeshAxes) -> str:
 
 def _is_whole(axes: tuple[int, ...], mesh: MeshAxes) -> bool:
     return all(n == 1 or a in axes for a, n in enumerate(mesh.sizes))
-
-
-def _waits(kind: str, axes: tuple[int, ...], mesh: MeshAxes) -> bool:
-    """Whether a sum cannot run beside the dot that makes it."""
-    return kind == "all-reduce" or math.prod(mesh.sizes[a] for a in axes) > (mesh.windows or 0)
-
-
-def _sums_in_parts(target: np.ndarray, partial: np.ndarray | None) -> np.ndarray:
-    """Pairs whose sum goes to more than one place, some of it whole or to two dimensions: ``bool [a, b]``."""
-    if partial is None:
-        return np.zeros((1, len(target)), bool)
-    t, p = target[None], partial[:, None]
-    low = np.where(p, t, np.iinfo(t.dtype).max).min(-1)
-    high = np.where(p, t, np.iinfo(t.dtype).min).max(-1)
-    return low < high
 
 
 def passage_collectives(

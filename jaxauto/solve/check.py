@@ -17,6 +17,7 @@ import numpy as np
 from jaxauto.core import Kind
 from jaxauto.cost.collectives import collective_seconds
 from jaxauto.cost.compute import operation_flops, traffic_seconds
+from jaxauto.cost.windowed import ADDED_UP, FEWEST, PIECES
 from jaxauto.graph import HOST, value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.facts import read_together, spatial_dims
@@ -148,8 +149,12 @@ class _Answer:
                 again = self.model.groups.times[op.node.id] if (op.node.id, o.value) in self.together else 0
                 self.charge(total, self.resource(o.value, -1), times - again, part)
             for o in op.results:
-                part = self.passage(self.operand(op, o), self.holder(o), self.bytes_of(o.value), self.partial(op, o))
+                longer = self.windowed(op, o)
+                part = self.passage(
+                    self.operand(op, o), self.holder(o), self.bytes_of(o.value), self.partial(op, o), beside=longer is not None
+                )
                 self.charge(total, self.resource(-1, o.value), times, part)
+                total["compute"] += times * (longer or 0.0)
         for e in self.model.groups.edges:
             times = e.times + self.model.variant.extra.get(e.node, 0)
             for part in self.edge(e):
@@ -236,31 +241,47 @@ class _Answer:
             seconds = max(seconds, operation_flops(op) / split / (chip.flops_efficiency * chip.peak_flops(dtype)))
         return seconds
 
+    def windowed(self, op: Operation, o: Operand) -> float | None:
+        """Seconds that a dot takes longer where its sum is scattered beside it; None: it is not. The conditions in ``windowed.py``."""
+        chip, most = self.model.chip, self.model.mesh.windows
+        partial, there = self.partial(op, o), self.holder(o)
+        count, places = self.count(partial), {there[a] for a in partial}
+        if not most or op.rule.kind is not Kind.DOT or not FEWEST <= count <= most or len(places) != 1 or WHOLE in places:
+            return None
+        (d,) = places
+        lacking = [x for x in op.operands if o.dims[d][1] not in [f for _, f in x.dims]]
+        added = value_bytes(self.model.values[o.value]) / self.pieces(self.operand(op, o))
+        flops = operation_flops(op) / self.pieces(self.operation[op.node.id])
+        flops /= chip.flops_efficiency * chip.peak_flops(self.model.values[op.operands[0].value].dtype)
+        if len(lacking) != len(op.operands) - 1 or d in self.operand(op, o) or count * flops < added / chip.link_bandwidth:
+            return None
+        moved = [value_bytes(self.model.values[x.value]) / self.pieces(self.operand(op, x)) for x in (*op.operands, *op.results)]
+        again = sum(value_bytes(self.model.values[x.value]) / self.pieces(self.operand(op, x)) for x in lacking) * (count / PIECES - 1)
+        longer = max(flops, traffic_seconds(sum(moved) + again, chip)) - max(flops, traffic_seconds(sum(moved), chip))
+        return longer + traffic_seconds(ADDED_UP * added, chip)
+
     # ----------------------------------------------------------------------------------------------------------- passages
 
-    def passage(self, here: Where, there: Where, bytes_: float, partial: frozenset[int] = frozenset()) -> tuple[float, float]:
+    def passage(
+        self, here: Where, there: Where, bytes_: float, partial: frozenset[int] = frozenset(), *, beside: bool = False
+    ) -> tuple[float, float]:
         """Seconds of the collectives of one passage: (that may hide, that are waited for); the table in ``reshard.py``."""
         if here == there and not partial:
             return 0.0, 0.0
-        key = (here, there, bytes_, partial)
+        key = (here, there, bytes_, partial, beside)
         if key not in self.seen:
             hidden = waited = 0.0
-            several = len({there[a] for a in partial}) > 1  # a sum that goes to more than one place
             for kind, amount, axes in self.collectives(here, there, bytes_, partial):
                 merged = self.model.mesh.sums_whole and self.over_all(axes) and kind in ("all-gather", "reduce-scatter")
                 sizes, links = [self.sizes[a] for a in axes], [self.model.mesh.links[a] for a in axes]
                 seconds = float(collective_seconds("all-reduce" if merged else kind, amount, sizes, links))
-                waits = several or self.outside_windows(kind, axes) if self.model.mesh.windows and kind in _SUMS else merged
+                waits = not beside if self.model.mesh.windows and kind in _SUMS else merged
                 hidden, waited = hidden + seconds * (not waits), waited + seconds * waits
             self.seen[key] = hidden, waited
         return self.seen[key]
 
     def over_all(self, axes: Sequence[int]) -> bool:
         return all(n == 1 or a in axes for a, n in enumerate(self.sizes))
-
-    def outside_windows(self, kind: str, axes: Sequence[int]) -> bool:
-        """Whether a sum cannot run beside the dot that makes it, where the compiler has windows."""
-        return kind == "all-reduce" or self.count(axes) > (self.model.mesh.windows or 0)
 
     def collectives(self, here: Where, there: Where, bytes_: float, partial: frozenset[int]) -> Iterator[tuple[str, float, list[int]]]:
         """(kind, bytes of the full array on the group, axes) in the order that they run."""

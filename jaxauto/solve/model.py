@@ -5,7 +5,8 @@ Tables (each line names the function that builds it)
 - compute of groups: HBM traffic of their materialised members                                 ``_traffic``
 - passages: resharding an array from a group's state to another's or to an operand's layout    ``_edges``, ``_operands``
 - halos: what neighbours send for a window on a split dimension                                ``_operation_compute``
-- results: partial sums and resharding from a strategy to the group of its result              ``_results``
+- results: partial sums and resharding from a strategy to the group of its result, and what     ``_results``
+  a dot takes longer that is cut into pieces to hide the sum
 - memory rows: bytes alive at a position, of buffers and of arrays resharded there             ``memory_row``
 Alike groups and operations share one variable (``fold.py``); their tables are summed.
 """
@@ -24,6 +25,7 @@ from jaxauto.cost.compute import factor_dims, operation_seconds, traffic_seconds
 from jaxauto.cost.halo import SIDES, halo_collectives
 from jaxauto.cost.layout import padding
 from jaxauto.cost.reshard import passage_collectives, passage_tables
+from jaxauto.cost.windowed import windowed
 from jaxauto.graph import value_bytes
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
 from jaxauto.solve.facts import narrowing, offloaded_bytes, read_together, spatial_dims
@@ -312,26 +314,29 @@ class Model:
 
     def _results(self) -> None:
         count: dict[tuple, float] = defaultdict(float)
+        first: dict[tuple, tuple[Operation, Operand]] = {}
         for op in self.groups.operations:
             v = self.var("operation", op.node.id)
             for o in op.results:
-                g = self.var("group", o.group)
-                resource = self.resource_of(-1, o.value)
-                reduced = reduced_factors(op, o)
-                bytes_ = self.passage_bytes(o.value)
-                count[v, g, factor_dims(op, o), tuple(d for d, _ in o.dims), reduced, bytes_, resource] += self.again(op.node.id)
-        for (v, g, factors, dims, reduced, bytes_, resource), times in count.items():
-            table = self.cached(
-                ("result", v, g, factors, dims, reduced, bytes_),
-                lambda v=v, g=g, factors=factors, dims=dims, reduced=reduced, n=bytes_: passage_tables(
-                    project(self.states[v], factors),
-                    project(self.states[g], dims),
-                    n,
-                    self.mesh,
-                    np.isin(self.states[v], reduced) if reduced else None,
-                ),
-            )
-            self._add_passage(resource, v, g, times, table)
+                key = (
+                    *(v, self.var("group", o.group), factor_dims(op, o), tuple(d for d, _ in o.dims)),
+                    *(reduced_factors(op, o), self.passage_bytes(o.value), self.resource_of(-1, o.value)),
+                )
+                count[key] += self.again(op.node.id)
+                first.setdefault(key, (op, o))
+        for key, times in count.items():
+            v, g, *_, resource = key
+            passage, longer = self.cached(("result", *key[:-1]), lambda key=key: self.result_tables(*first[key], *key[:-1]))
+            self._add_passage(resource, v, g, times, passage)
+            if longer.any():
+                self.problem.add_pair("compute", v, g, times * longer)
+
+    def result_tables(self, op: Operation, o: Operand, v: int, g: int, factors, dims, reduced, bytes_: float) -> tuple:
+        """(tables of the passage from a strategy to the group of a result, seconds that a dot takes longer in a windowed einsum)."""
+        partial = np.isin(self.states[v], reduced) if reduced else np.zeros(self.states[v].shape, bool)
+        target = project(self.states[g], dims)
+        beside, longer = windowed(op, o, self.values, self.states[v], target, partial, self.mesh, self.chip)
+        return passage_tables(project(self.states[v], factors), target, bytes_, self.mesh, partial, beside), longer
 
     # ------------------------------------------------------------------------------------------------------------- the way back
 

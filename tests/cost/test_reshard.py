@@ -67,22 +67,13 @@ def test_on_a_closed_torus_a_gather_of_two_dimensions_is_one_sum():
     assert steps((0, 1), (W, W), mesh=closed) == [("all-gather", 800.0, (0, 1))]
 
 
-WAITS = [
-    ("scattered over one axis", (0, W), (True, False), 8, False),
-    ("scattered over more devices than a window has", (0, W), (True, False), 2, True),
-    ("scattered over both axes together", (0, 0), (True, True), 8, False),
-    ("scattered to two dimensions", (0, 1), (True, True), 8, True),
-    ("scattered and summed whole", (0, W), (True, True), 8, True),
-    ("summed whole", (W, W), (True, False), 8, True),
-]
-
-
-@pytest.mark.parametrize(("name", "target", "partial", "windows", "waits"), WAITS, ids=[w[0] for w in WAITS])
-def test_a_sum_is_hidden_in_a_window_alone(name, target, partial, windows, waits):
-    """A windowed einsum scatters one sum to one dimension; without windows (not TPU) any sum can be hidden."""
-    source, target, partial = np.full((1, 2), W, np.int8), np.array([target], np.int8), np.array([partial])
+@pytest.mark.parametrize(("windows", "beside", "waits"), [(8, True, False), (8, False, True), (8, None, True), (None, None, False)])
+def test_a_sum_is_hidden_beside_its_dot_alone(windows, beside, waits):
+    """Without windows (not TPU) any sum can be hidden."""
+    source, target, partial = np.full((1, 2), W, np.int8), np.array([[0, W]], np.int8), np.array([[True, False]])
     mesh = MeshAxes(MESH.names, MESH.sizes, MESH.links, windows=windows)
-    hidden, waited = passage_tables(source, target, 800.0, mesh, partial)[:, 0, 0]
+    told = None if beside is None else np.array([[beside]])
+    hidden, waited = passage_tables(source, target, 800.0, mesh, partial, told)[:, 0, 0]
     total = passage_seconds(source, target, 800.0, MESH, partial)[0, 0]
     assert (hidden, waited) == ((0.0, total) if waits else (total, 0.0))
 

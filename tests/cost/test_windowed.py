@@ -1,0 +1,100 @@
+"""Sums scattered beside their dot: which, as the compiler was seen to do it, and what the dot takes longer, by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxauto.cost.compute import operation_seconds
+from jaxauto.cost.windowed import windowed
+from jaxauto.options import mesh_axes
+from jaxauto.planner import read
+from jaxauto.solve.positions import reduced_factors
+from jaxauto.strategies import WHOLE
+from jaxauto.targets.target import Target
+
+
+def asked(target, shape, local, state, goes_to, batch=1, dtype=jnp.bfloat16, mesh=None):
+    """``windowed`` of one dot ``gkm,gkn->gmn`` for one state and one target.
+
+    Args:
+      local: (k, m, n) of one device.
+      state: for each mesh axis the name of the factor that it splits, or "".
+      goes_to: for each mesh axis the dimension of the result.
+    """
+    target = Target(target)
+    mesh = mesh or mesh_axes(shape, target)
+    k, m, n = (size * int(np.prod([s for s, f in zip(mesh.sizes, state, strict=True) if f == name])) for name, size in zip("kmn", local))
+    batch *= int(np.prod([s for s, f in zip(mesh.sizes, state, strict=True) if f == "g"]))
+    args = jax.ShapeDtypeStruct((batch, k, m), jnp.bfloat16), jax.ShapeDtypeStruct((batch, k, n), jnp.bfloat16)
+    groups = read(lambda a, b: jnp.einsum("gkm,gkn->gmn", a, b, preferred_element_type=dtype), args, {}).groups
+    (op,) = groups.operations
+    (result,) = op.results
+    names = [f for f, _ in op.factors]
+    of = dict(zip("gmn", (f for _, f in result.dims), strict=True))
+    of["k"] = names[reduced_factors(op, result)[0]]
+    row = np.array([[names.index(of[f]) if f else WHOLE for f in state]], np.int8)
+    partial = np.isin(row, reduced_factors(op, result))
+    hidden, extra = windowed(op, result, groups.graph.values, row, np.array([goes_to], np.int8), partial, mesh, target.chip)
+    own = operation_seconds(op, groups.graph.values, row, mesh.sizes, target.chip)
+    return bool(hidden[0, 0]), float(extra[0, 0]), float(own[0]), target.chip
+
+
+BIG = (8192, 4096, 4096)
+# name, target, mesh, (k, m, n) of one device, factors on the axes, where the sum goes, beside the dot: all compiled alone, and looked at
+SEEN = [
+    ("2 devices", "v5e:2x4", {"a": 2, "b": 4}, (8192, 2048, 4096), "km", (2, 1), False),
+    ("4 devices", "v5e:2x4", {"a": 4, "b": 2}, (8192, 2048, 4096), "km", (2, 1), True),
+    ("8 devices", "v5e:2x4", {"a": 8}, BIG, "k", (2,), True),
+    ("16 devices", "v5e:4x4", {"a": 16}, BIG, "k", (2,), True),
+    ("32 devices", "v5p:4x4x4", {"a": 32, "b": 2}, (2048, 2048, 4096), "km", (2, 1), True),
+    ("64 devices", "v5e:8x8", {"a": 64}, BIG, "k", (2,), False),
+    ("little to do, 8 devices", "v5e:2x4", {"a": 8}, (256, 4096, 4096), "k", (2,), False),
+    ("as little, 32 devices", "v5p:4x4x4", {"a": 32, "b": 2}, (256, 2048, 4096), "km", (2, 1), True),
+    ("to the other operand's dimension", "v5e:2x4", {"a": 8}, BIG, "k", (1,), True),
+    ("to the batch", "v5p:4x4x4", {"a": 8, "b": 8}, (8192, 256, 2048), "km", (0, 1), False),
+    ("to a dimension that is split already", "v5p:4x4x4", {"a": 8, "b": 8}, (8192, 256, 2048), "km", (1, 1), False),
+    ("split in the batch", "v5p:4x4x4", {"a": 8, "b": 8}, (65536, 1024, 64), "kg", (2, 0), True),
+    ("whole", "v5e:2x4", {"a": 8}, BIG, "k", (WHOLE,), False),
+    ("over two axes together", "v5e:2x4", {"a": 4, "b": 2}, BIG, "kk", (2, 2), True),
+    ("to two dimensions", "v5e:2x4", {"a": 4, "b": 2}, BIG, "kk", (1, 2), False),
+]
+
+
+@pytest.mark.parametrize(("target", "shape", "local", "state", "goes_to", "expected"), [s[1:] for s in SEEN], ids=[s[0] for s in SEEN])
+def test_what_is_scattered_beside_its_dot(target, shape, local, state, goes_to, expected):
+    hidden, extra, _, _ = asked(target, shape, local, tuple(state), goes_to, batch=8 if 0 in goes_to else 1)
+    assert hidden is expected
+    assert (extra > 0) is expected
+
+
+def test_no_windows_without_a_compiler_that_has_them():
+    mesh = dataclasses.replace(mesh_axes({"a": 8}, Target("v5e:2x4")), windows=None)
+    assert asked("v5e:2x4", {"a": 8}, BIG, ("k",), (2,), mesh=mesh)[:2] == (False, 0.0)
+
+
+def test_twice_the_bytes_need_twice_the_flops():
+    local = (768, 4096, 4096)
+    assert asked("v5e:2x4", {"a": 8}, local, ("k",), (2,))[0]
+    assert not asked("v5e:2x4", {"a": 8}, local, ("k",), (2,), dtype=jnp.float32)[0]
+
+
+def test_the_operand_without_the_dimension_is_read_again_on_each_trip():
+    """Scores [k, m] of an attention and queries [k, n]: bound by memory, the scores are read four times where eight devices take part."""
+    k, m, n = 65536, 1024, 64
+    hidden, extra, own, chip = asked("v5p:4x4x4", {"a": 8, "b": 8}, (k, m, n), ("k", "g"), (2, 0))
+    per_byte = 1 / (chip.bandwidth_efficiency * chip.hbm_bandwidth)
+    assert hidden
+    assert own == pytest.approx(2 * (k * m + k * n + m * n) * per_byte)
+    assert extra == pytest.approx(2 * (3 * k * m + 2 * m * n) * per_byte)
+
+
+def test_a_dot_bound_by_the_matrix_unit_only_adds_up_its_pieces():
+    _, extra, own, chip = asked("v5e:2x4", {"a": 8}, BIG, ("k",), (2,))
+    k, m, n = BIG
+    assert own == pytest.approx(2 * k * m * n / (chip.flops_efficiency * chip.peak_flops(jnp.bfloat16)))
+    assert extra == pytest.approx(2 * 2 * m * n / (chip.bandwidth_efficiency * chip.hbm_bandwidth))
