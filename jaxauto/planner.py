@@ -9,7 +9,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from jaxauto.groups import Groups, find_groups
 from jaxauto.options import budget_bytes, device_mesh, is_here, mesh_candidates
 from jaxauto.plan import Plan, Program, RematDecision, SolverReport
 from jaxauto.progress import Progress
+from jaxauto.reserve import with_room
 from jaxauto.rewrite.apply import partition_spec
 from jaxauto.rules import has_rule, unknown_primitive_message
 from jaxauto.solve.check import check
@@ -39,6 +40,8 @@ from jaxauto.strategies import shards
 from jaxauto.targets.target import Target, resolve
 from jaxauto.trace import Traced, trace
 from jaxauto.undivided import notes as undivided_notes
+
+_TIE = 0.005  # relative difference of estimates that means nothing
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ def make_plan(fun: Callable, args: tuple, kwargs: dict, options: Options) -> Pla
         target = resolve(options.target)
         budget = budget_bytes(options.memory_budget, target.chip.hbm_bytes)
         plan = solve(step, target, budget, options, progress)
+        if not _should_certify(options):
+            plan = with_room(plan, budget, options, progress)
         if options.tune > 1:
             from jaxauto.tune import tuned
 
@@ -176,7 +181,7 @@ def solve(step: Step, target: Target, budget: float, options: Options, progress:
     if not fitting:
         least = min(found.leanest.peak_bytes for _, found in results)
         raise InfeasibleError(_infeasible_message(results, budget, target), least)
-    mesh, found = min(fitting, key=lambda r: r[1].best.seconds)  # type: ignore[union-attr]
+    mesh, found = _simplest(fitting)
     seconds = {"x".join(map(str, m.sizes)): (f.best.seconds if f.best else float("inf")) for m, f in results}
     found.seconds_spent["all meshes"] = time.monotonic() - started
     everything = tuple(candidate for _, f in fitting for candidate in f.fitting)
@@ -184,6 +189,13 @@ def solve(step: Step, target: Target, budget: float, options: Options, progress:
     assert found.best is not None
     _checked(found.best, step, budget, options)
     return build_plan(solved, found.best, budget, options)
+
+
+def _simplest(fitting: list[tuple[MeshAxes, Found]]) -> tuple[MeshAxes, Found]:
+    """The fastest, or one with fewer axes that is as good as that: the partitioner has less to get wrong."""
+    fastest = min(found.best.seconds for _, found in fitting if found.best is not None)
+    near = [r for r in fitting if r[1].best is not None and r[1].best.seconds <= fastest * (1 + _TIE)]
+    return min(near, key=lambda r: (len(r[0].sizes), r[1].best.seconds))  # type: ignore[union-attr]
 
 
 def _checked(best: Candidate, step: Step, budget: float, options: Options) -> None:
@@ -295,6 +307,15 @@ def build_plan(solved: Solved, best: Candidate, budget: float, options: Options)
         notes=(*step.notes, *ignored_pins(step.groups, model.mesh), *undivided_notes(traced.in_paths, traced.in_avals, model.mesh)),
         program=Program(step.fun, traced, step.graph, solved),
     )
+
+
+def plan_of(plan: Plan, candidate: Candidate, budget: float, options: Options) -> Plan:
+    """Another answer to ``plan``'s step as a Plan."""
+    solved = plan._bound().solved
+    if candidate is solved.found.best:
+        return plan
+    _checked(candidate, solved.step, budget, options)
+    return build_plan(replace(solved, found=replace(solved.found, best=candidate)), candidate, budget, options)
 
 
 def remat_decisions(solved: Solved, best: Candidate) -> list[RematDecision]:

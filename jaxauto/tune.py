@@ -1,11 +1,14 @@
 """Judging several plans by the compiler: the planner's best, different candidates are compiled, and its favourite is kept.
 
+Candidates are the answers of the search and, around the best of them, those that keep a little more or less for the backward pass.
+
 The judge is the roofline of the compiled schedule plus collectives (``cost/schedule.py``): it sees what was fused, what the partitioner
 added, and what the compiler recomputes near the memory limit.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +16,9 @@ from typing import Any
 from jaxauto import aot, hlo
 from jaxauto.errors import TargetError
 from jaxauto.plan import Plan
+from jaxauto.reserve import between, has_room
 from jaxauto.solve.search import Candidate
+from jaxauto.strategies import WHOLE
 from jaxauto.verify import compile_plan, schedule_of
 
 
@@ -23,11 +28,14 @@ def tuned(plan: Plan, budget: float, options: Any, progress: Callable[[str], Non
     Raises:
       TargetError: no compiler for the target, if ``options.certify`` is True; else the plan says so in its notes.
     """
+    from jaxauto.planner import plan_of  # the planner tunes, and tuning makes plans
+
     judged: list[tuple[float, int, Plan]] = []
     told: list[str] = []
-    for number, candidate in enumerate(different(plan._bound().solved.fitting, options.tune)):
-        progress(f"tuning: compiling plan {number + 1} of {options.tune}")
-        rival = _plan_of(plan, candidate, budget, options)
+    chosen = candidates(plan, budget, options)
+    for number, candidate in enumerate(chosen):
+        progress(f"tuning: compiling plan {number + 1} of {len(chosen)}")
+        rival = plan_of(plan, candidate, budget, options)
         try:
             compilation = compile_plan(rival)
         except TargetError as error:
@@ -47,31 +55,39 @@ def tuned(plan: Plan, budget: float, options: Any, progress: Callable[[str], Non
         return replace(
             plan, notes=(*plan.notes, f"not tuned: none of the candidates could be compiled within the budget: {'; '.join(told)}")
         )
-    chosen = min(judged, key=lambda row: row[:2])[2]
-    chosen.notes = (*chosen.notes, f"tuned by the compiler's schedule: {'; '.join(told)}")
-    return chosen
+    best = min(judged, key=lambda row: row[:2])[2]
+    best.notes = (*best.notes, f"tuned by the compiler's schedule: {'; '.join(told)}")
+    return best
 
 
-def different(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
-    """The ``count`` fastest that are not alike: one of each mesh and rematerialisation first, then others of another time and memory."""
-    ordered = sorted(candidates, key=lambda c: (c.seconds, c.peak_bytes))
-    kinds: dict[tuple, Candidate] = {}
-    points: dict[tuple, Candidate] = {}
-    for c in ordered:
-        kinds.setdefault((c.model.mesh.sizes, c.variant.kept, c.variant.offloaded), c)
-        points.setdefault((c.model.mesh.sizes, f"{c.seconds:.6e}", f"{c.peak_bytes:.6e}"), c)
-    chosen = list(kinds.values())[:count]
-    chosen += [c for c in points.values() if c not in chosen][: count - len(chosen)]
-    return sorted(chosen, key=lambda c: (c.seconds, c.peak_bytes))
-
-
-def _plan_of(plan: Plan, candidate: Candidate, budget: float, options: Any) -> Plan:
-    from jaxauto.planner import build_plan  # the planner tunes, and tuning makes plans
-
+def candidates(plan: Plan, budget: float, options: Any) -> list[Candidate]:
+    """What to compile, the fastest first: the search's answers and those around the best, those that should fit before the others."""
     solved = plan._bound().solved
-    if candidate is solved.found.best:
-        return plan
-    return build_plan(replace(solved, found=replace(solved.found, best=candidate)), candidate, budget, options)
+    found = different((*solved.fitting, *between(plan, options, options.tune)), math.inf)
+    fitting = [c for c in found if c is solved.found.best or has_room(c, budget)]
+    return (fitting + [c for c in found if all(c is not other for other in fitting) and c.peak_bytes <= budget])[: options.tune]
+
+
+def different(found: Iterable[Candidate], count: float) -> list[Candidate]:
+    """The ``count`` fastest that are not alike: that cut or keep something else. Axes that always split together are one axis."""
+    chosen: dict[tuple, Candidate] = {}
+    for c in sorted(found, key=lambda c: (c.seconds, c.peak_bytes)):
+        key = _cut(c), c.variant.kept, c.variant.offloaded
+        if len(chosen) < count:
+            chosen.setdefault(key, c)
+    return list(chosen.values())
+
+
+def _cut(candidate: Candidate) -> tuple:
+    """Into how many pieces each decision cuts each dimension."""
+    sizes, found = candidate.model.mesh.sizes, []
+    for table, chosen in zip(candidate.model.states, candidate.x, strict=True):
+        pieces: dict[int, int] = {}
+        for axis, d in enumerate(table[chosen]):
+            if d != WHOLE:
+                pieces[int(d)] = pieces.get(int(d), 1) * sizes[axis]
+        found.append(tuple(sorted(pieces.items())))
+    return tuple(found)
 
 
 def _name(plan: Plan) -> str:

@@ -28,6 +28,8 @@ ORDER = [
         "tune",
         "store",
         "planner",
+        "reserve",
+        "finer",
         "report",
         "explain",
         "tables",

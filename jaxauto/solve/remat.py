@@ -82,7 +82,7 @@ class Remat:
         if not self.blocks:
             return found
         for threshold in self._thresholds():
-            kept = tuple(self._kept(drops, threshold) for drops in self.drops)
+            kept = self.kept_at(threshold)
             if kept != found[-1].kept:
                 found.append(Level(threshold, kept))
         return found
@@ -148,9 +148,9 @@ class Remat:
                 dropped = 0.0
         return [*chosen[: MAX_LEVELS - 2], math.inf]
 
-    def _kept(self, drops: list[Drop], threshold: float) -> frozenset[int] | None:
-        """What a block keeps at a threshold; None: as written."""
-        return next((d.kept for d in reversed(drops) if d.price <= threshold), None)
+    def kept_at(self, threshold: float) -> tuple[frozenset[int] | None, ...]:
+        """What each block keeps at a threshold; None: as written."""
+        return tuple(next((d.kept for d in reversed(drops) if d.price <= threshold), None) for drops in self.drops)
 
     def again_seconds(self, node: Node) -> float:
         """Seconds that running a node once more adds, unsharded: of elementwise equations, what fusion leaves of their traffic."""
