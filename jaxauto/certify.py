@@ -13,10 +13,12 @@ from typing import Any
 from jaxauto import aot
 from jaxauto.errors import InfeasibleError, TargetError
 from jaxauto.plan import Certificate, Plan
+from jaxauto.reserve import between
 from jaxauto.verify import Compilation, compile_plan
 
 MAX_ROUNDS = 3
 _SLACK = 0.02  # the next plan's excess differs a little
+_BETWEEN = 24  # answers between the levels that are looked at
 
 
 def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str], None], *, must: bool) -> Plan:
@@ -56,19 +58,26 @@ def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str],
 
 def _leaner(plan: Plan, share: float, options: Any, progress: Callable[[str], None]) -> Plan | None:
     """A plan with at most ``share`` of this one's memory, or the leanest there is; None if this is it."""
-    from jaxauto.planner import solve  # the planner certifies, and certifying plans again
+    from jaxauto.planner import plan_of, solve  # the planner certifies, and certifying plans again
 
     solved = plan._bound().solved
     before = plan.estimate.peak_memory
+    known = [c for c in (*solved.fitting, *between(plan, options, _BETWEEN)) if c.peak_bytes <= before * share]
+    near = min(known, key=lambda c: (c.seconds, c.peak_bytes), default=None)
     try:
-        return solve(solved.step, solved.target, before * share, options, progress)
+        leaner = solve(solved.step, solved.target, before * share, options, progress)
     except InfeasibleError as error:
+        if near is not None:
+            return plan_of(plan, near, before * share, options)
         if error.least_bytes is None or error.least_bytes >= before * (1 - _SLACK):
             return None
         try:
             return solve(solved.step, solved.target, error.least_bytes * (1 + _SLACK), options, progress)
         except InfeasibleError:
             return None
+    if near is not None and near.seconds < leaner.estimate.step_time:
+        return plan_of(plan, near, before * share, options)
+    return leaner
 
 
 def _needs(plan: Plan) -> tuple[float, str]:

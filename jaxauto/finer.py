@@ -6,23 +6,27 @@ residual goes: with the shardings of the best answer, each is one more answer, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from jaxauto.solve.model import Model
 from jaxauto.solve.search import Candidate, timeline
 
+_QUICK = 10_000  # values of a program that is rewritten in a fraction of a second
 _LARGE = 0.01  # of all residual bytes: what goes between two answers that differ
 
 
 def finer(solved: Any, base: Candidate, allowed: Any, count: int) -> list[Candidate]:
-    """Up to ``count`` answers that keep a little more or less than ``base``, nearest first.
+    """Up to ``count`` answers that keep a little more or less than ``base``, nearest first; of a large program a sixth of that.
 
     Args:
       solved: what the search knew (``planner.Solved``). allowed: what users' constraints leave, as ``base`` was searched with.
     """
     known = {c.variant.kept for c in solved.fitting if c.model.mesh == base.model.mesh} | {base.variant.kept}
     found: list[Candidate] = []
+    if len(solved.remat.graph.values) > _QUICK:
+        count = math.ceil(count / 6)
     for kept in _around(solved.remat, base.variant.kept):
         if len(found) == count:
             break

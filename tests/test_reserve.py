@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxauto
+from jaxauto import certify, planner
 from jaxauto.finer import finer
 from jaxauto.planner import Options
 from jaxauto.reserve import GAPS, between, has_room, heap_gaps
@@ -88,6 +89,18 @@ def test_the_nearest_come_first(roomy):
     solved = roomy._bound().solved
     few = [c.variant.kept for c in finer(solved, best(roomy), {}, 2)]
     assert few == [c.variant.kept for c in finer(solved, best(roomy), {}, 5)][:2]
+
+
+def test_certification_takes_an_answer_between_the_levels_where_the_search_has_none(monkeypatch, roomy):
+    def refuse(*args):
+        raise jaxauto.InfeasibleError("nothing fits", None)
+
+    monkeypatch.setattr(planner, "solve", refuse)
+    options = roomy._bound().solved.options
+    plan = certify._leaner(roomy, 0.9, options, print)
+    assert plan is not None and plan.estimate.peak_memory <= 0.9 * roomy.estimate.peak_memory
+    known = [*roomy._bound().solved.fitting, *between(roomy, options, 24)]
+    assert plan.estimate.step_time == min(c.seconds for c in known if c.peak_bytes <= 0.9 * roomy.estimate.peak_memory)
 
 
 def test_of_equal_meshes_the_one_with_fewer_axes_is_taken(roomy):
