@@ -49,7 +49,8 @@ def plan(
       tune: compile this many of the best, different plans for the target, and keep the one whose compiled schedule is fastest; what each
         took is in ``plan.notes``.
       certify: check the plan with the real compiler and plan again if it would not fit: True, False, or "auto" (when a budget is given
-        and a compiler for the target is at hand).
+        and a compiler for the target is at hand). A plan that is not checked leaves room for gaps in the compiler's heap (on TPU), as far
+        as there is a plan that can; ``plan.notes`` says what that takes.
       progress: show a progress line; None: on a terminal or notebook when planning takes long.
 
     Returns:
