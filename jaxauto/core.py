@@ -304,6 +304,7 @@ class Decisions:
       finished: gradients of the straight program: where the compiler's scheduler would put them off and keep what they read (XLA:CPU), a
         recomputation waits for those that come before it.
       offloaded: values that are in the host's memory between the passes.
+      remade: values between blocks that are made again for the backward pass, see ``reruns.py``.
       in_order: the compiler is held to the order of the program, see ``rewrite/order.py`` (XLA:GPU).
     """
 
@@ -314,4 +315,5 @@ class Decisions:
     finished: frozenset[int] = frozenset()
     made: Mapping[int, Sharding] = field(default_factory=dict)
     offloaded: frozenset[int] = frozenset()
+    remade: frozenset[int] = frozenset()
     in_order: bool = False

@@ -127,6 +127,7 @@ def _decisions(decisions: Decisions, graph: Graph | None) -> dict[str, Any]:
         "in_order": decisions.in_order,
         "made": [{"value": n, **_name(n, graph), "sharding": s} for n, s in decisions.made.items()],
         "offloaded": [{"value": n, **_name(n, graph)} for n in sorted(decisions.offloaded)],
+        "remade": [{"value": n, **_name(n, graph)} for n in sorted(decisions.remade)],
     }
 
 
@@ -199,6 +200,7 @@ def _to_decisions(data: Mapping[str, Any]) -> Decisions:
         in_order=data.get("in_order", False),
         made={d["value"]: _to_sharding(d["sharding"]) for d in data.get("made", ())},
         offloaded=frozenset(d["value"] for d in data.get("offloaded", ())),
+        remade=frozenset(d["value"] for d in data.get("remade", ())),
     )
 
 

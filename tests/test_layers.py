@@ -15,7 +15,7 @@ ORDER = [
     {"errors"},
     {"core", "compat"},
     {"trace", "graph", "passes", "rules", "hlo", "hlo_ops", "hlo_loops", "hlo_collectives", "hlo_roles", "progress"},
-    {"targets", "segments", "blocks", "flow"},
+    {"targets", "segments", "blocks", "reruns", "flow"},
     {"groups", "strategies", "rewrite", "frontend"},
     {"cost"},
     {"solve", "constraints", "options"},

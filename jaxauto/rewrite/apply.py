@@ -34,7 +34,8 @@ def partition_spec(sharding: Sharding) -> PartitionSpec:
 def apply(graph: Graph, decisions: Decisions, mesh: Any) -> Callable:
     """The function of flat arrays that runs ``graph`` as decided; to be jitted with the plan's shardings."""
     chosen = {b: kept for b, kept in enumerate(decisions.kept) if kept is not None}
-    rewritten = offload(recompute(graph, chosen) if chosen else Rewritten(graph, {}), decisions.offloaded)
+    made_again = recompute(graph, chosen, decisions.remade) if chosen else Rewritten(graph, {})
+    rewritten = offload(made_again, decisions.offloaded)
     if decisions.in_order:
         rewritten = in_order(rewritten, decisions.finished)
     return evaluator(rewritten.graph, _Constraints(decisions, mesh, rewritten))

@@ -56,6 +56,7 @@ class Program:
         self.next_value += 1
         if stacked is not None:
             aval = aval.update(shape=(stacked, *aval.shape))
+        if stacked is not None or like in self.stacked:
             self.stacked.add(number)
         self.values[number] = Value(number, aval)
         self.origin[number] = self.origin.get(like, like)

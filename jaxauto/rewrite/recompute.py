@@ -8,39 +8,45 @@ In a straight program what is read goes through one ``optimization_barrier`` tog
 the backward pass, so no compiler merges it with the original or moves it up. Masks and other spread constants stay out of the barrier:
 what passes through it is written to memory, and these need not be. Loops need none: two bodies are never merged, and a slice that passed
 a barrier would be copied out of its stack first (``jax.checkpoint(prevent_cse=False)`` is for the same case).
+
+Of what lies between blocks some can be made again too (see ``reruns``), in the same way, before the first recomputation that reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from jaxauto.blocks import Block, closure, find_blocks, phases
 from jaxauto.core import Graph, Literal, Node
 from jaxauto.flow import is_spread
+from jaxauto.reruns import Rerun, find_reruns
 from jaxauto.rewrite.program import Program, Rewritten, cotangent_at, read_as, readers_of, renamed, ripeness
 
 
-def recompute(graph: Graph, kept: Mapping[int, frozenset[int]]) -> Rewritten:
+def recompute(graph: Graph, kept: Mapping[int, frozenset[int]], remade: Collection[int] = ()) -> Rewritten:
     """A graph with the same results that keeps only ``kept`` of each block for the backward pass.
 
     Args:
       graph: the differentiated step; it is not changed.
       kept: index into ``find_blocks(graph)`` → ids of the values of that block (residuals or any others) that stay saved. Blocks that are
         not named stay as written.
+      remade: values between blocks that are made again as well, see ``reruns.find_reruns``.
 
     Raises:
       ValueError: no such block, or a value that its block does not make.
     """
     blocks = find_blocks(graph)
     program = Program(graph)
-    straight: dict[int, list[tuple[Block, frozenset[int]]]] = {}
+    straight: dict[int, _Straight] = {}
     for number in sorted(kept):
         block = _checked(blocks, number, kept[number])
         if block.scan:
             _rewrite_pair(program, block, kept[number])
         else:
-            straight.setdefault(id(block.graph), []).append((block, kept[number]))
+            straight.setdefault(id(block.graph), _Straight(block.graph, [], [])).blocks.append((block, kept[number]))
+    for rerun in find_reruns(blocks, kept, remade):
+        straight.setdefault(id(rerun.graph), _Straight(rerun.graph, [], [])).reruns.append(rerun)
     for chosen in straight.values():
         _rewrite_straight(program, chosen)
     program.relink(program.top)
@@ -64,8 +70,17 @@ _Names = dict[int, tuple[int, int]]  # value → (its new name, for nodes later 
 
 
 @dataclass(frozen=True)
+class _Straight:
+    """What is decided of one graph."""
+
+    graph: Graph
+    blocks: list[tuple[Block, frozenset[int]]]
+    reruns: list[Rerun]
+
+
+@dataclass(frozen=True)
 class _Recomputation:
-    """One block of a straight program: what is made again, where."""
+    """One block of a straight program, or one rerun: what is made again, where."""
 
     phase: int
     nodes: tuple[Node, ...]
@@ -73,14 +88,14 @@ class _Recomputation:
     dropped: frozenset[int]
 
 
-def _rewrite_straight(program: Program, chosen: list[tuple[Block, frozenset[int]]]) -> None:
-    original = chosen[0][0].graph
+def _rewrite_straight(program: Program, chosen: _Straight) -> None:
+    original = chosen.graph
     graph = program.graphs[id(original)]
     phase = phases(original)
     position = {node.id: k for k, node in enumerate(graph.nodes)}
     readers = readers_of(graph)
     starts: dict[int, list[_Recomputation]] = {}
-    for block, kept in chosen:
+    for block, kept in chosen.blocks:
         nodes, reads = closure(block, kept)
         made = {out for node in nodes for out in node.outputs}
         dropped = frozenset(v for v in block.residuals if v not in kept and v in made)
@@ -88,6 +103,12 @@ def _rewrite_straight(program: Program, chosen: list[tuple[Block, frozenset[int]
         reads = tuple(v for v in reads if not is_spread(original.values, v))
         if uses:
             starts.setdefault(min(uses), []).append(_Recomputation(block.phase, nodes, reads, dropped))
+    for rerun in chosen.reruns:
+        work = _rerun(program, rerun, readers, phase)
+        uses = [k for v in work.dropped for k in readers.get(v, ()) if phase[graph.nodes[k].id] > rerun.phase]
+        uses += [k for k, works in starts.items() if any(work.dropped & {*other.reads} for other in works)]
+        if uses:
+            starts.setdefault(min(uses), []).insert(0, work)
     result: list[Node] = []
     names: _Names = {}
     ripe = ripeness(graph, phase)
@@ -99,17 +120,56 @@ def _rewrite_straight(program: Program, chosen: list[tuple[Block, frozenset[int]
         read_as(node, late)
         result.append(node)
     graph.nodes = result
+    _drop_unread(graph, {n.id for rerun in chosen.reruns for n in rerun.nodes if n.prim == "scan"})
 
 
 def _made_again(program: Program, work: _Recomputation, cotangent: int | None, near: Node, names: _Names) -> list[Node]:
     """The barrier and the copies of one block; ``names`` learns what later nodes read instead."""
     tie = names[cotangent][0] if cotangent in names else cotangent
-    barrier, passed = program.barrier([*work.reads, *([] if tie is None else [tie])], near)
+    reads = {v: names[v][0] if v in names else v for v in work.reads}
+    barrier, through = program.barrier([*reads.values(), *([] if tie is None else [tie])], near)
     if cotangent is not None and tie is not None:
-        names[cotangent] = (passed.pop(tie), work.phase)
+        names[cotangent] = (through[tie], work.phase)
+    passed = {v: through[now] for v, now in reads.items()}
     copies = program.again(work.nodes, passed)
     names.update({v: (passed[v], work.phase) for v in work.dropped})
     return [barrier, *copies]
+
+
+def _rerun(program: Program, rerun: Rerun, readers: Mapping[int, list[int]], phase: Mapping[int, int]) -> _Recomputation:
+    """Of a scan its copy stacks only what the backward pass alone reads, and what is asked for."""
+    graph = program.graphs[id(rerun.graph)]
+    nodes, dropped = [], set(rerun.made)
+    for node in rerun.nodes:
+        now = program.nodes[node.id]
+        if node.prim != "scan" or not rerun.made & {*node.outputs}:
+            nodes.append(node)
+            continue
+        stacks = now.outputs[now.num_carry :]
+        late = {y for y in stacks if y not in graph.outputs and all(phase[graph.nodes[k].id] > rerun.phase for k in readers.get(y, ()))}
+        dropped |= late
+        nodes.append(_stacking(replace(now, inputs=node.inputs), late | rerun.made))
+    made = {out for node in nodes for out in node.outputs}
+    reads = tuple(v for v in rerun.reads if not is_spread(rerun.graph.values, v))
+    return _Recomputation(rerun.phase, tuple(nodes), reads, frozenset(dropped & made))
+
+
+def _drop_unread(graph: Graph, scans: set[int]) -> None:
+    """Let the scans with these ids stack only what something reads."""
+    read = {x for node in graph.nodes for x in node.inputs} | {*graph.outputs}
+    for node in graph.nodes:
+        if node.id in scans:
+            left = _stacking(node, read)
+            node.outputs, node.bodies[0].outputs = left.outputs, left.bodies[0].outputs
+
+
+def _stacking(scan: Node, stacks: Collection) -> Node:
+    """A scan that returns only these of its stacks."""
+    (body,), carry = scan.bodies, scan.num_carry
+    pairs = [(y, x) for y, x in zip(scan.outputs[carry:], body.outputs[carry:], strict=True) if y in stacks]
+    outputs = (*body.outputs[:carry], *(x for _, x in pairs))
+    less = Graph(body.inputs, outputs, body.nodes, body.values, body.consts)
+    return replace(scan, outputs=(*scan.outputs[:carry], *(y for y, _ in pairs)), bodies=(less,))
 
 
 # ------------------------------------------------------------------------------------------------------------ scan pairs

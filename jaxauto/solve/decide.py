@@ -57,8 +57,8 @@ def decisions_of(candidate: Candidate) -> Decisions:
         for o in op.results
         if op.node.backward and o.value in model.program.late_only and model.groups.times[op.node.id] == 1
     )
-    offloaded, in_order = candidate.variant.offloaded, getattr(model.chip, "platform", "cpu") == "gpu"
-    return Decisions(values, operands, candidate.variant.kept, frozenset(late), finished, made, offloaded, in_order)
+    variant, in_order = candidate.variant, getattr(model.chip, "platform", "cpu") == "gpu"
+    return Decisions(values, operands, variant.kept, frozenset(late), finished, made, variant.offloaded, variant.remade, in_order)
 
 
 def _made_elsewhere(model: Model, x: np.ndarray) -> Iterator[tuple[int, Sharding]]:

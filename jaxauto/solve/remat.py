@@ -21,12 +21,14 @@ from jaxauto.cost.compute import bytes_per_flop, operation_flops, traffic_second
 from jaxauto.cost.fusion import Buffers, find_buffers
 from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import Groups
+from jaxauto.reruns import everything_in, find_reruns
 from jaxauto.rewrite.hoist import hoist
 from jaxauto.rewrite.offload import offload
 from jaxauto.rewrite.program import Rewritten
 from jaxauto.rewrite.recompute import recompute
 from jaxauto.rules import rule_for
 from jaxauto.solve.frontier import Drop, form, frontier
+from jaxauto.solve.nested import nestings
 
 MAX_LEVELS = 8
 _OFFLOADED = (0.5, 1.0)  # shares of what is kept
@@ -37,11 +39,13 @@ _ELEMENTWISE = 0.25  # of its traffic is what an elementwise equation costs agai
 
 @dataclass(frozen=True)
 class Level:
-    """``kept[b]``: what block b keeps, None for as written; ``offloaded``: what of it is kept in the host's memory."""
+    """``kept[b]``: what block b keeps, None for as written; ``offloaded``: what of it is kept in the host's memory; ``remade``: what lies
+    between blocks and is made again as well (``reruns.py``)."""
 
     threshold: float
     kept: tuple[frozenset[int] | None, ...]
     offloaded: frozenset[int] = frozenset()
+    remade: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +56,13 @@ class Variant:
       rewritten: the new graph.
       buffers: its buffers; ``origin[k]`` is the value as written that buffer k is a copy of, ``stacked[k]`` whether it has one
         leading dimension more.
-      offloaded: values that are in host memory between the passes.
+      offloaded: values that are in host memory between the passes. remade: values between blocks that are made again.
       extra: node id (as written) → how often it runs again in a step.
     """
 
     kept: tuple[frozenset[int] | None, ...]
     offloaded: frozenset[int]
+    remade: frozenset[int]
     rewritten: Rewritten
     buffers: Buffers
     origin: np.ndarray
@@ -98,6 +103,13 @@ class Remat:
                 if offloaded and all(offloaded != other.offloaded or level.kept != other.kept for other in found):
                     found.append(Level(level.threshold, level.kept, offloaded))
         return found
+
+    def nested(self, level: Level) -> list[Level]:
+        """Levels that keep what ``level`` does, and make some of what lies between blocks again too: ever less memory."""
+        kept = {b: keep for b, keep in enumerate(level.kept) if keep is not None}
+        before = self.variant(level.kept)
+        sets = nestings(self.blocks, kept, before.rewritten.graph, before.buffers, self.again_seconds)
+        return [Level(level.threshold, level.kept, frozenset(), remade) for remade in sets]
 
     def _dearest(self, level: Level) -> list[int]:
         """What a level keeps, large arrays only, what costs most to make again first; of loops what their recomputation starts from too."""
@@ -174,9 +186,11 @@ class Remat:
             seconds = max(seconds, operation_flops(op) / (self.chip.flops_efficiency * self.chip.peak_flops(dtype)))
         return seconds
 
-    def variant(self, kept: Sequence[frozenset[int] | None], offloaded: frozenset[int] = frozenset()) -> Variant:
-        """The program that keeps ``kept``, ``offloaded`` of it in host memory, with its buffers; cached."""
-        key = tuple(kept), offloaded
+    def variant(
+        self, kept: Sequence[frozenset[int] | None], offloaded: frozenset[int] = frozenset(), remade: frozenset[int] = frozenset()
+    ) -> Variant:
+        """The program that keeps ``kept``, ``offloaded`` of it in host memory, and makes ``remade`` again, with its buffers; cached."""
+        key = tuple(kept), offloaded, remade
         if key not in self._variants:
             self._variants[key] = self._variant(*key)
         return self._variants[key]
@@ -187,9 +201,9 @@ class Remat:
             self._rules[id(node.eqn)] = (node.eqn, rule_for(node.eqn))  # with the equation: an id is its own as long as it lives
         return self._rules[id(node.eqn)][1]
 
-    def _variant(self, kept: tuple, offloaded: frozenset[int]) -> Variant:
+    def _variant(self, kept: tuple, offloaded: frozenset[int], remade: frozenset[int]) -> Variant:
         chosen = {b: k for b, k in enumerate(kept) if k is not None}
-        rewritten = offload(recompute(self.graph, chosen) if chosen else Rewritten(self.graph, {}), offloaded)
+        rewritten = offload(recompute(self.graph, chosen, remade) if chosen else Rewritten(self.graph, {}), offloaded)
         if self.chip.platform == "tpu":
             rewritten = hoist(rewritten)
         graph = rewritten.graph
@@ -203,4 +217,7 @@ class Remat:
             nodes, _ = closure(self.blocks[b], keep)
             for node in nodes:
                 extra[node.id] = self.groups.times[node.id]
-        return Variant(kept, offloaded, rewritten, buffers, origin, stacked, extra)
+        for rerun in find_reruns(self.blocks, chosen, remade):
+            for node in everything_in(rerun):
+                extra[node.id] = extra.get(node.id, 0) + self.groups.times[node.id]
+        return Variant(kept, offloaded, remade, rewritten, buffers, origin, stacked, extra)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,12 +106,12 @@ class Search:
     def run(self, budget_bytes: float, levels: list[Level]) -> Found:
         """Search all ``levels`` under ``budget_bytes``; as long as they get faster, if the first fits without pressure."""
         started = time.monotonic()
-        self.levels = levels
+        self.levels = list(levels)
         best: Candidate | None = None
         leanest: Candidate | None = None
         fitting: list[Candidate] = []
         roomy = False
-        for number, level in enumerate(levels):
+        for number, level in enumerate(self._offered(lambda: best is None)):
             for candidate in self.level(number, level, budget_bytes):
                 if leanest is None or candidate.peak_bytes < leanest.peak_bytes:
                     leanest = candidate
@@ -132,9 +132,18 @@ class Search:
         found.variables = max(found.variables, sum(leanest.model.problem.sizes))
         return found
 
+    def _offered(self, wanting: Callable[[], bool]) -> Iterator[Level]:
+        """The levels; where none of them does, such as make again what lies between blocks."""
+        yield from self.levels
+        if wanting() and len(self.levels) > 1 and not self._out_of_time():
+            leanest = max((level for level in self.levels if not level.offloaded), key=lambda level: level.threshold)
+            nested = self.remat.nested(leanest)
+            self.levels += nested
+            yield from nested
+
     def level(self, number: int, level: Level, budget_bytes: float) -> list[Candidate]:
         """Candidates of one level: without pressure, then under rising and bisected prices of memory."""
-        model = self.models[number] = self.model(self.remat.variant(level.kept, level.offloaded))
+        model = self.models[number] = self.model(self.remat.variant(level.kept, level.offloaded, level.remade))
         free = self._unpriced(model, number)
         if free.peak_bytes <= budget_bytes:
             return [free]
@@ -307,7 +316,7 @@ class Search:
                 break
             kept = tuple(levels[c].kept[b] for b, c in enumerate(answer.choice))
             offloaded = frozenset().union(*(levels[c].offloaded & self.remat.values_of(b) for b, c in enumerate(answer.choice)))
-            mixed = self.candidate(self.model(self.remat.variant(kept, offloaded)), best.x, best.level)
+            mixed = self.candidate(self.model(self.remat.variant(kept, offloaded, best.variant.remade)), best.x, best.level)
             if mixed.peak_bytes <= budget_bytes:
                 winner = mixed
                 break
