@@ -301,11 +301,12 @@ class Decisions:
       kept: for each block of ``blocks.find_blocks`` the value ids it keeps for the backward pass, or None for as written.
       gathered_late: (first result, operand index) whose gather waits for the backward pass (else it is merged with the forward one's).
       made: value id → sharding it is made in before it gets the one in ``values``: a conversion that narrows comes before a gather.
-      finished: gradients of the straight program: where the compiler's scheduler would put them off and keep what they read (XLA:CPU), a
-        recomputation waits for those that come before it.
+      finished: gradients of the straight program that a recomputation waits for, where they come before it: the compiler's scheduler
+        would put them off and keep what they read.
       offloaded: values that are in the host's memory between the passes.
       remade: values between blocks that are made again for the backward pass, see ``reruns.py``.
-      in_order: the compiler is held to the order of the program, see ``rewrite/order.py`` (XLA:GPU).
+      in_order: gradients that loops of the backward pass wait for where the compiler is held to the order of the program (XLA:GPU, see
+        ``rewrite/order.py``); None where it is not.
     """
 
     values: Mapping[int, Sharding] = field(default_factory=dict)
@@ -316,4 +317,4 @@ class Decisions:
     made: Mapping[int, Sharding] = field(default_factory=dict)
     offloaded: frozenset[int] = frozenset()
     remade: frozenset[int] = frozenset()
-    in_order: bool = False
+    in_order: frozenset[int] | None = None

@@ -36,8 +36,8 @@ def apply(graph: Graph, decisions: Decisions, mesh: Any) -> Callable:
     chosen = {b: kept for b, kept in enumerate(decisions.kept) if kept is not None}
     made_again = recompute(graph, chosen, decisions.remade) if chosen else Rewritten(graph, {})
     rewritten = offload(made_again, decisions.offloaded)
-    if decisions.in_order:
-        rewritten = in_order(rewritten, decisions.finished)
+    if decisions.in_order is not None:
+        rewritten = in_order(rewritten, decisions.in_order)
     return evaluator(rewritten.graph, _Constraints(decisions, mesh, rewritten))
 
 
@@ -49,9 +49,9 @@ class _Constraints(Pins):
         self.awaited: list = []
 
     def barrier(self, arrays: list) -> list:
-        if not self.on_cpu:
-            return super().barrier(arrays)
         awaited, self.awaited = self.awaited, []
+        if not self.on_cpu:
+            return super().barrier([*arrays, *awaited])[: len(arrays)]
         return after_last(arrays, awaited)
 
     def pinned(self, array: Any, sharding: Sharding, *, stacked: bool = False) -> Any:
@@ -66,7 +66,7 @@ class _Constraints(Pins):
         origin = self.origin.get(number, number)
         for sharding in (self.decisions.made.get(origin), self.decisions.values.get(origin)):
             array = array if sharding is None else self.pinned(array, sharding, stacked=number in self.stacked)
-        if self.on_cpu and number in self.decisions.finished:
+        if number in self.decisions.finished:
             self.awaited.append(array)
         return array
 

@@ -14,6 +14,8 @@ from jaxauto.solve.positions import edge_layout, reduced_factors
 from jaxauto.solve.search import Candidate
 from jaxauto.strategies import WHOLE, project, sharding_of
 
+_ORDERS = frozenset(["transpose", "reshape", "squeeze", "expand_dims"])
+
 
 def decisions_of(candidate: Candidate) -> Decisions:
     """Everything that the compiler has to be told, see ``rewrite/apply.py``."""
@@ -51,14 +53,29 @@ def decisions_of(candidate: Candidate) -> Decisions:
         else:
             position = np.where(np.isin(model.position(x, e.value), _summed(e)), model.position(x, e.value), there[0])
             operands[node.outputs[0], e.operand] = sharding_of(position, len(e.dims), model.mesh)
-    finished = frozenset(
-        o.value
-        for op in model.groups.operations
-        for o in op.results
-        if op.node.backward and o.value in model.program.late_only and model.groups.times[op.node.id] == 1
-    )
-    variant, in_order = candidate.variant, getattr(model.chip, "platform", "cpu") == "gpu"
+    variant = candidate.variant
+    in_order = _finished(model, x, summed=True) if getattr(model.chip, "platform", "cpu") == "gpu" else None
+    finished = _finished(model, x, summed=not model.overlaps)
     return Decisions(values, operands, variant.kept, frozenset(late), finished, made, variant.offloaded, variant.remade, in_order)
+
+
+def _finished(model: Model, x: np.ndarray, *, summed: bool) -> frozenset[int]:
+    """Gradients of the straight program. ``summed``: those too that are summed over devices; who waits for them waits for the sum.
+
+    As the optimizer reads them: an operation writes whatever order of dimensions is asked of it, and is held to what is waited for.
+    """
+    found = set()
+    straight = {node.id for node in model.groups.graph.nodes}
+    for op in model.groups.operations:
+        for o in op.results:
+            if op.node.backward and o.value in model.program.late_only and op.node.id in straight:
+                if not summed and np.isin(model.state(x, "operation", op.node.id), reduced_factors(op, o)).any():
+                    continue
+                value = model.values[o.value]
+                while model.overlaps and len(value.users) == 1 and value.users[0].prim in _ORDERS and value.users[0].backward:
+                    value = model.values[value.users[0].outputs[0]]
+                found.add(value.id)
+    return frozenset(found)
 
 
 def _made_elsewhere(model: Model, x: np.ndarray) -> Iterator[tuple[int, Sharding]]:

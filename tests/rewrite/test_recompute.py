@@ -142,6 +142,60 @@ def test_results_are_bit_equal_without_fusion(name):
                 np.testing.assert_array_equal(words(got), words(want))
 
 
+# ----------------------------------------------------------------------------------------------------- what lies between blocks
+
+
+def between(blocks):
+    """All that lies between blocks, and all stacks of scans."""
+    straight = {v for block in blocks if block.scan is None for v in block.outputs}
+    return straight | {y for block in blocks if block.scan for y in block.scan[0].outputs[block.scan[0].num_carry :]}
+
+
+@pytest.mark.parametrize("name", ["transformer_loop", "recurrent_scan", "gradient_accumulation", "dropout_old_key", "control_flow"])
+def test_what_lies_between_blocks_is_made_again(name):
+    step, args = STEPS[name]()
+    graph = graph_of(step, args)
+    blocks, before = find_blocks(graph), fingerprint(graph)
+    remade = between(blocks) - {*graph.outputs}
+    result = recompute(graph, nothing(blocks), remade)
+    assert fingerprint(graph) == before
+    assert_consistent(result.graph)
+    assert set(result.origin) == set(result.graph.values) - set(graph.values)
+    for new, old in result.origin.items():
+        assert result.graph.values[new].shape[new in result.stacked :] == graph.values[old].shape
+    leaves = jax.tree.leaves(args)
+    expected, actual = jax.jit(evaluator(graph))(*leaves), jax.jit(evaluator(result.graph))(*leaves)
+    for want, got in zip(expected, actual, strict=True):
+        np.testing.assert_allclose(words(got), words(want), rtol=0, atol=1e-6 * max(float(np.abs(words(want)).max()), 1e-30))
+
+
+@pytest.mark.parametrize("name", ["transformer_loop", "recurrent_scan"])
+def test_made_again_between_blocks_bit_for_bit(name):
+    step, args = STEPS[name]()
+    graph, leaves = graph_of(step, args), jax.tree.leaves(args)
+    blocks = find_blocks(graph)
+    with jax.disable_jit():
+        expected = evaluator(graph)(*leaves)
+        actual = evaluator(recompute(graph, nothing(blocks), between(blocks) - {*graph.outputs}).graph)(*leaves)
+    for want, got in zip(expected, actual, strict=True):
+        np.testing.assert_array_equal(words(got), words(want))
+
+
+def test_a_scan_is_run_again_whole():
+    """Forward it stacks nothing; before its backward scan it runs once more, behind a barrier, and stacks the carries."""
+    args = (stacked(DENSE), ROWS)
+    graph = graph_of(scan_step(layer), args)
+    blocks = find_blocks(graph)
+    ((number, block),) = ((n, b) for n, b in enumerate(blocks) if b.scan)
+    (stack, *_) = block.scan[0].outputs[block.scan[0].num_carry :]
+    result = recompute(graph, {number: frozenset()}, {stack}).graph
+    scans = [node for node in result.nodes if node.prim == "scan"]
+    assert [(len(node.outputs) - node.num_carry, node.backward) for node in scans[:2]] == [(0, False), (1, True)]
+    assert [node.reverse for node in scans] == [False, False, True]
+    (barrier,) = (node for node in result.nodes if node.prim == "optimization_barrier")
+    assert set(scans[1].inputs) & set(barrier.outputs)
+
+
 # ------------------------------------------------------------------------------------------------- beside jax.checkpoint
 
 

@@ -1,0 +1,109 @@
+"""What is made again between blocks: as little memory as any choice has, as told, with the same results."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxauto
+from jaxauto.cost.fusion import live_bytes
+from jaxauto.planner import read
+from jaxauto.solve import nested
+from jaxauto.solve.remat import Remat
+from jaxauto.targets.target import Target
+
+LAYERS = 4
+
+
+def chain(width=16, rows=512, layers=LAYERS):
+    """Layers of one shape: what lies between them is much of what there is."""
+
+    def step(weights, x):
+        def loss(weights):
+            y = x
+            for w in weights:
+                y = jnp.tanh(jnp.tanh(y @ w["in"]) @ w["out"])
+            return jnp.mean(y**2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    key = jax.random.key(0)
+    one = lambda k: {"in": jax.random.normal(k, (width, width)) / 4, "out": jax.random.normal(k, (width, width)) / 4}  # noqa: E731
+    return step, ([one(k) for k in jax.random.split(key, layers)], jax.random.normal(key, (rows, width)))
+
+
+def recurrent(width=16, rows=64, length=32):
+    """Two scans over time, one after the other."""
+
+    def step(weights, x):
+        def loss(weights):
+            y = x
+            for w in weights:
+                y = jax.lax.scan(lambda h, now, w=w: (jnp.tanh((h + now) @ w),) * 2, jnp.zeros((rows, width)), y)[1]
+            return jnp.mean(y**2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    key = jax.random.key(0)
+    return step, (
+        [jax.random.normal(k, (width, width)) / 4 for k in jax.random.split(key, 2)],
+        jax.random.normal(key, (length, rows, width)),
+    )
+
+
+def prepared(step, args, target="h100:1"):
+    found = read(step, args, {})
+    remat = Remat(found.graph, found.groups, found.aliased, Target(target).chip)
+    return remat, remat.levels()[-1]
+
+
+def peak(remat, level, remade=frozenset()):
+    buffers = remat.variant(level.kept, frozenset(), remade).buffers
+    return float(live_bytes(buffers, buffers.bytes_).max())
+
+
+def values_of(remat, level):
+    before = remat.variant(level.kept)
+    live = live_bytes(before.buffers, before.buffers.bytes_)
+    kept = dict(enumerate(level.kept))
+    return nested._values(remat.blocks, kept, before.rewritten.graph, before.buffers, live, remat.again_seconds), live
+
+
+@pytest.mark.parametrize("make", [chain, recurrent])
+def test_no_choice_takes_less_memory(make):
+    remat, level = prepared(*make())
+    values, _ = values_of(remat, level)
+    every = [frozenset(v.number for v in some) for n in range(len(values) + 1) for some in itertools.combinations(values, n)]
+    assert len(every) >= 4
+    least = min(peak(remat, level, remade) for remade in every)
+    found = [peak(remat, other, other.remade) for other in remat.nested(level)]
+    assert found == sorted(found, reverse=True)
+    assert found[-1] < 0.95 * peak(remat, level)
+    assert found[-1] <= 1.02 * least
+
+
+@pytest.mark.parametrize("make", [chain, recurrent])
+def test_memory_is_as_told(make):
+    remat, level = prepared(*make())
+    values, live = values_of(remat, level)
+    for other in remat.nested(level):
+        told, _ = nested._profile([v for v in values if v.number in other.remade], live)
+        assert peak(remat, other, other.remade) == pytest.approx(told.max(), rel=0.02)
+
+
+@pytest.mark.parametrize("make", [chain, recurrent])
+def test_a_plan_with_less_than_blocks_alone_need(make, tmp_path):
+    step, args = make()
+    target = "cpu:1"
+    with pytest.raises(jaxauto.InfeasibleError) as error:
+        jaxauto.plan(step, *args, target=target, mesh={"data": 1}, memory_budget=1e3, certify=False, progress=False)
+    least = error.value.least_bytes
+    plan = jaxauto.plan(step, *args, target=target, mesh={"data": 1}, memory_budget=1.001 * least, certify=False, progress=False)
+    assert plan.decisions.remade
+    plan.save(tmp_path / "plan.json")
+    plan = jaxauto.Plan.load(tmp_path / "plan.json", step, *args)
+    assert plan.decisions.remade
+    for want, got in zip(jax.tree.leaves(jax.jit(step)(*args)), jax.tree.leaves(plan.jit()(*args)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
