@@ -28,6 +28,7 @@ from jaxauto.core import MeshAxes
 from jaxauto.cost.fusion import live_bytes
 from jaxauto.graph import value_bytes
 from jaxauto.solve.chain import Option, solve_chain
+from jaxauto.solve.descend import descend
 from jaxauto.solve.eliminate import Elimination, eliminate, nearest
 from jaxauto.solve.milp import solve_milp
 from jaxauto.solve.model import Model, Program
@@ -44,6 +45,7 @@ _BASES = 8  # answers from which blocks are mixed
 _QUICK = 10_000  # values of a program that is rewritten in a fraction of a second
 _MIXED = -1  # the number of the level whose blocks keep unalike
 _GAP = 0.005  # relative gap under which no MILP is asked
+_DESCENTS = 3  # each with the peak of the one before as a further row
 _SMALL = 300  # states in all: up to that the optimum is sought even where the gap is less
 
 
@@ -102,6 +104,7 @@ class Search:
         self.models: dict[int, Model] = {}
         self.answers: dict[int, list[np.ndarray]] = defaultdict(list)
         self.price: float | None = None  # of memory, seconds per byte: where the level before ended
+        self.written: np.ndarray | None = None  # the best sharding of the step as written where that does not fit
 
     def run(self, budget_bytes: float, levels: list[Level]) -> Found:
         """Search all ``levels`` under ``budget_bytes``; as long as they get faster, if the first fits without pressure."""
@@ -112,7 +115,7 @@ class Search:
         fitting: list[Candidate] = []
         roomy = False
         for number, level in enumerate(self._offered(lambda: best is None)):
-            for candidate in self.level(number, level, budget_bytes):
+            for candidate in self._offers(number, level, budget_bytes):
                 if leanest is None or candidate.peak_bytes < leanest.peak_bytes:
                     leanest = candidate
                 if candidate.peak_bytes <= budget_bytes:
@@ -132,6 +135,31 @@ class Search:
         found.variables = max(found.variables, sum(leanest.model.problem.sizes))
         return found
 
+    def _offers(self, number: int, level: Level, budget_bytes: float) -> Iterator[Candidate]:
+        """The candidates of a level, what a descent from the best leads to, and the best sharding as written where that does not fit."""
+        found = self.level(number, level, budget_bytes)
+        model = self.models[number]
+        if number == 0 and found[0].peak_bytes > budget_bytes:
+            self.written = min((descend(model.problem, x) for x in self.answers[0]), key=model.problem.seconds)
+        elif self.written is not None and len(self.written) == len(model.problem.sizes):
+            found.append(self.candidate(model, self.written, number))
+        yield from found
+        fitting = [c for c in found if c.peak_bytes <= budget_bytes]
+        if fitting:
+            yield self._descended(min(fitting, key=lambda c: c.seconds), budget_bytes)
+
+    def _descended(self, candidate: Candidate, budget_bytes: float) -> Candidate:
+        """As fast as changes of one decision at a time make it within the budget."""
+        model = candidate.model
+        for _ in range(_DESCENTS):
+            x = descend(model.problem, candidate.x, budget_bytes)
+            if np.array_equal(x, candidate.x):
+                break
+            lower = self.candidate(model, x, candidate.level)
+            if lower.peak_bytes <= budget_bytes:
+                return lower  # else its peak is a row of the problem now
+        return candidate
+
     def _offered(self, wanting: Callable[[], bool]) -> Iterator[Level]:
         """The levels; where none of them does, such as make again what lies between blocks."""
         yield from self.levels
@@ -149,8 +177,6 @@ class Search:
             return [free]
         lean = self._lean(model, number, budget_bytes)
         found = [free, lean]
-        if number and len(self.answers[0][0]) == len(free.x):  # the sharding that is best as written, for what can be mixed from it
-            found.append(self.candidate(model, self.answers[0][0], number))
         if any(row.least_bytes() > budget_bytes for row in model.problem.rows):
             self.bounds[number] = math.inf  # proven: nothing of this level fits
         if lean.peak_bytes > budget_bytes or self._out_of_time():
@@ -232,6 +258,7 @@ class Search:
         started = time.monotonic()
         for base in self._bases(found):
             mixed = self._mix(base, budget_bytes)
+            mixed = mixed and self._descended(mixed, budget_bytes)
             if mixed is not None and mixed.seconds < found.best.seconds:
                 found.best, self.models[_MIXED] = mixed, mixed.model
         if _MIXED in self.models:  # a program of its own, with a bound of its own
@@ -255,7 +282,7 @@ class Search:
     def _bases(self, found: Found) -> list[Candidate]:
         """Answers to let blocks differ in: the best one; where rewriting is quick of other levels too, and sharded as without pressure."""
         best: dict[tuple[int, bool], Candidate] = {}
-        written = self.answers[0][0]
+        written = self.written if self.written is not None else self.answers[0][0]
         for candidate in sorted(found.fitting, key=lambda c: c.seconds):
             best.setdefault((candidate.level, np.array_equal(candidate.x, written)), candidate)
         return list(best.values())[: _BASES if len(self.remat.graph.values) < _QUICK else 1]
