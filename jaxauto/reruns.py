@@ -1,9 +1,9 @@
 """Recomputation inside recomputation: values between blocks that are made again too, so that less lies between the passes.
 
 A block is recomputed from what enters it. Where that was made by the block before, it need not be kept either: one *rerun* makes it again,
-from what is kept, before the first block that reads it goes backward, and the block is then recomputed from it. So a stretch of blocks costs
-its ends between the passes, its insides while it goes backward, and one more forward pass (Rotor: Beaumont et al., Inria RR-9302; here
-two deep). A scan is run again as it stands for the stacks that only its backward scan reads.
+from what is kept, before the first block that reads it goes backward, and the block is then recomputed from it. So a stretch of blocks
+costs its ends between the passes, its insides while it goes backward, and one more forward pass (Rotor: Beaumont et al., Inria RR-9302;
+here two deep). A scan is run again as it stands for the stacks that only its backward scan reads.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def nestings(
       seconds: what running a node once more takes.
     """
     live = live_bytes(buffers, buffers.bytes_)
-    values = _values(blocks, kept, graph, buffers, live, seconds)
+    values = _Survey(blocks, graph, buffers, live).values(kept, seconds)
     if not values:
         return []
     peak = float(live.max())
@@ -79,70 +79,68 @@ def nestings(
 # --------------------------------------------------------------------------------------------------------------- the values
 
 
-def _values(blocks, kept, graph: Graph, buffers: Buffers, live: np.ndarray, seconds: Callable[[Node], float]) -> list[_Value]:
-    """In the order of the forward pass."""
-    nodes = {node.id: node for node in walk(graph)}
-    sizes = _sizes(blocks, graph, nodes)
-    smallest = _SMALL * max(sizes.values(), default=0.0)
-    large = sorted((v for v in sizes if sizes[v] >= smallest), key=lambda v: -sizes[v])[:_MOST]
-    gone = inside(blocks, kept) | {*large}
-    ends = dict(zip(buffers.ids.tolist(), buffers.end.tolist(), strict=True))
-    found: list[_Value] = []
-    for block in blocks:
-        made = block.scan[0].outputs if block.scan else block.outputs
-        for number in sorted({*made} & {*large}):
-            value = _value(block.graph, number, sizes[number], nodes, graph, buffers, live, gone, {*large}, ends, seconds)
-            if value is not None:
-                found.append(value)
-    return sorted(found, key=lambda v: v.number)
+class _Survey:
+    """The values between the blocks of a program, read off it as it is rewritten."""
 
+    def __init__(self, blocks: Sequence[Block], graph: Graph, buffers: Buffers, live: np.ndarray):
+        self.blocks, self.graph, self.buffers, self.live = blocks, graph, buffers, live
+        self.nodes = {node.id: node for node in walk(graph)}
+        self.ends = dict(zip(buffers.ids.tolist(), buffers.end.tolist(), strict=True))
+        sizes = self.sizes()
+        smallest = _SMALL * max(sizes.values(), default=0.0)
+        large = sorted((v for v in sizes if sizes[v] >= smallest), key=lambda v: -sizes[v])[:_MOST]
+        self.large = {v: sizes[v] for v in large}
 
-def _sizes(blocks: Sequence[Block], graph: Graph, nodes: Mapping[int, Node]) -> dict[int, float]:
-    """What could be made again → bytes. Of a scan its first residual stands for all stacks that only the backward pass reads."""
-    sizes: dict[int, float] = {}
-    for block in blocks:
-        if block.scan is None:
-            left = {x for x in block.graph.outputs if isinstance(x, int)}
-            sizes |= {v: value_bytes(graph.values[v]) for v in block.outputs if v not in left}
-            continue
-        forward = block.scan[0]
-        mark = forward.outputs[forward.num_carry + _place(forward, block.residuals)]
-        sizes[mark] = sum(value_bytes(graph.values[y]) for y in _late_stacks(graph, nodes[forward.id]))
-    return sizes
+    def values(self, kept: Mapping[int, frozenset[int]], seconds: Callable[[Node], float]) -> list[_Value]:
+        """In the order of the forward pass."""
+        gone = inside(self.blocks, kept)
+        found: list[_Value] = []
+        for block in self.blocks:
+            for node in block.forward if block.scan is None else block.scan[:1]:
+                for number in node.outputs:
+                    value = self.value(block, node, number, gone, seconds) if number in self.large else None
+                    found += [] if value is None else [value]
+        return sorted(found, key=lambda v: v.number)
 
+    def sizes(self) -> dict[int, float]:
+        """What could be made again → bytes. Of a scan its first residual stands for all stacks that only the backward pass reads."""
+        values, sizes = self.graph.values, {}
+        for block in self.blocks:
+            if block.scan is None:
+                left = {x for x in block.graph.outputs if isinstance(x, int)}
+                sizes |= {v: value_bytes(values[v]) for v in block.outputs if v not in left}
+                continue
+            forward = block.scan[0]
+            place = forward.bodies[0].outputs.index(block.residuals[0], forward.num_carry)
+            sizes[forward.outputs[place]] = sum(value_bytes(values[y]) for y in self.late_stacks(self.nodes[forward.id]))
+        return sizes
 
-def _place(forward: Node, residuals: Sequence[int]) -> int:
-    return list(forward.bodies[0].outputs[forward.num_carry :]).index(residuals[0])
+    def late_stacks(self, scan: Node) -> list[int]:
+        stacks = scan.outputs[scan.num_carry :]
+        return [y for y in stacks if y not in self.graph.outputs and all(u.backward for u in self.graph.values[y].users)]
 
-
-def _late_stacks(graph: Graph, scan: Node) -> list[int]:
-    stacks = scan.outputs[scan.num_carry :]
-    return [y for y in stacks if y not in graph.outputs and all(u.backward for u in graph.values[y].users)]
-
-
-def _value(original: Graph, number, bytes_, nodes, graph, buffers, live, gone, large, ends, seconds) -> _Value | None:
-    node = nodes[original.values[number].producer.id]
-    stacks = _late_stacks(graph, node) if node.prim == "scan" else [number]
-    users = [u for y in stacks for u in graph.values[y].users if u.id in buffers.position]
-    at = buffers.position[node.id]
-    begins = {u.id: buffers.loop_start.get(u.id, buffers.position[u.id]) for u in users}
-    late = [u for u in users if u.backward]
-    if not late:
-        return None
-    behind_it, reads = behind(original.values, number, {*gone} - ({*large} - {number}))
-    start = max((buffers.position.get(p.id, 0) for x in reads if (p := original.values[x].producer) is not None), default=0)
-    start = min(start, at - 1)
-    return _Value(
-        number=number,
-        bytes_=bytes_,
-        left=max([at, *(buffers.position[u.id] for u in users if not u.backward)]),
-        back=min(begins[u.id] for u in late),
-        done=max(buffers.position[u.id] for u in late),
-        rise=max(float(live[start : at + 1].max() - live[start]), bytes_),
-        seconds=sum(seconds(n) for n in behind_it),
-        above=tuple(x for x in reads if x in large),
-        reads=tuple((value_bytes(graph.values[x]), ends[x]) for x in reads if x not in large and ends.get(x, -1) > 0),
-    )
+    def value(self, block: Block, node: Node, number: int, gone: set[int], seconds: Callable[[Node], float]) -> _Value | None:
+        values, position, begin = self.graph.values, self.buffers.position, self.buffers.loop_start
+        made = [number] if block.scan is None else self.late_stacks(self.nodes[node.id])
+        users = [u for y in made for u in values[y].users if u.id in position]
+        late = [u for u in users if u.backward]
+        if not late:
+            return None
+        again, reads = behind(block.graph.values, number, gone | {number})
+        at = position[node.id]
+        ready = [position[p.id] for x in reads if (p := block.graph.values[x].producer) is not None and p.id in position]
+        start = min(max(ready, default=0), at - 1)
+        return _Value(
+            number=number,
+            bytes_=self.large[number],
+            left=max([at, *(position[u.id] for u in users if not u.backward)]),
+            back=min(begin.get(u.id, position[u.id]) for u in late),
+            done=max(position[u.id] for u in late),
+            rise=max(float(self.live[start : at + 1].max() - self.live[start]), self.large[number]),
+            seconds=sum(seconds(n) for n in again),
+            above=tuple(x for x in reads if x in self.large),
+            reads=tuple((value_bytes(values[x]), self.ends[x]) for x in reads if x not in self.large and self.ends.get(x, 0) > 0),
+        )
 
 
 # --------------------------------------------------------------------------------------------------------------- the choice

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,7 +114,7 @@ class Search:
         leanest: Candidate | None = None
         fitting: list[Candidate] = []
         roomy = False
-        for number, level in enumerate(self._offered(lambda: best is None)):
+        for number, level in enumerate(self._offered(fitting)):
             for candidate in self._offers(number, level, budget_bytes):
                 if leanest is None or candidate.peak_bytes < leanest.peak_bytes:
                     leanest = candidate
@@ -160,10 +160,10 @@ class Search:
                 return lower  # else its peak is a row of the problem now
         return candidate
 
-    def _offered(self, wanting: Callable[[], bool]) -> Iterator[Level]:
-        """The levels; where none of them does, such as make again what lies between blocks."""
+    def _offered(self, fitting: Sequence[Candidate]) -> Iterator[Level]:
+        """The levels; where nothing has come to fit by then, such as make again what lies between blocks."""
         yield from self.levels
-        if wanting() and len(self.levels) > 1 and not self._out_of_time():
+        if not fitting and len(self.levels) > 1 and not self._out_of_time():
             leanest = max((level for level in self.levels if not level.offloaded), key=lambda level: level.threshold)
             nested = self.remat.nested(leanest)
             self.levels += nested

@@ -68,7 +68,7 @@ def values_of(remat, level):
     before = remat.variant(level.kept)
     live = live_bytes(before.buffers, before.buffers.bytes_)
     kept = dict(enumerate(level.kept))
-    return nested._values(remat.blocks, kept, before.rewritten.graph, before.buffers, live, remat.again_seconds), live
+    return nested._Survey(remat.blocks, before.rewritten.graph, before.buffers, live).values(kept, remat.again_seconds), live
 
 
 @pytest.mark.parametrize("make", [chain, recurrent])
