@@ -327,14 +327,20 @@ class _Fusion:
             self.reads[x] = self.reads.get(x, 0) + 1
 
     def enter(self, node: Node, begin: int) -> None:
-        """A loop reads its operands."""
+        """A loop reads its operands; slices that operations alone read are theirs to charge."""
+        charged = {link.source for link in node.links if link.kind is LinkKind.XS and self.is_operand(link.target)}
         for x in node.inputs:
             if isinstance(x, int):
-                self.read(x, begin)
+                self.keep_alive(x, begin) if x in charged else self.read(x, begin)
                 if self.clusters:
                     self.clusters.use(self.roots(x))
         if self.copies_stacks:
             self.copy_stacks(node)
+
+    def is_operand(self, number: int) -> bool:
+        """Whether operations, and nothing else, read a value."""
+        users = self.values[number].users
+        return bool(users) and all(self.kind(user) in OPERATIONS for user in users)
 
     def copy_stacks(self, node: Node) -> None:
         """Traffic of a loop's stacks beside one write of each slice and one read of each stack."""

@@ -335,6 +335,8 @@ class _Answer:
         for k, _, _, where in self.placed():
             node = self.model.values[int(variant.origin[k])].producer
             times = self.model.groups.times[node.id] if node else 1
+            if variant.stacked[k]:
+                times = max(1.0, times / variant.rewritten.graph.values[int(b.ids[k])].shape[0])
             pieces = self.pieces(where)
             short = b.end[k] - b.start[k] <= FLEETING and not b.is_input[k] and not variant.stacked[k]
             stays = near and short and b.bytes_[k] / pieces <= near

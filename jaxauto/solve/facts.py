@@ -37,6 +37,17 @@ def offloaded_bytes(variant: Variant, groups: Groups) -> np.ndarray:
     return moved
 
 
+def buffer_runs(variant: Variant, groups: Groups) -> np.ndarray:
+    """How often a step makes each buffer: a stack over the trips of a loop is made once for all of them."""
+    runs = np.ones(len(variant.buffers.ids))
+    for k, number in enumerate(variant.origin):
+        node = groups.graph.values[int(number)].producer
+        runs[k] = groups.times[node.id] if node else 1
+        if variant.stacked[k]:
+            runs[k] = max(1.0, runs[k] / variant.rewritten.graph.values[int(variant.buffers.ids[k])].shape[0])
+    return runs
+
+
 def read_together(variant: Variant, groups: Groups) -> frozenset[tuple[int, int]]:
     """(node, value) of what recomputed operations read and operations of the backward pass read too: it is gathered once for both.
 

@@ -28,7 +28,7 @@ from jaxauto.cost.reshard import passage_collectives, passage_tables
 from jaxauto.cost.windowed import windowed
 from jaxauto.graph import value_bytes
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
-from jaxauto.solve.facts import narrowing, offloaded_bytes, read_together, spatial_dims
+from jaxauto.solve.facts import buffer_runs, narrowing, offloaded_bytes, read_together, spatial_dims
 from jaxauto.solve.fold import Key
 from jaxauto.solve.positions import edge_layout, moved_share, reduced_factors
 from jaxauto.solve.problem import MemoryRow, Problem
@@ -178,10 +178,6 @@ class Model:
 
     # -------------------------------------------------------------------------------------------------------------- compute
 
-    def _times_of(self, number: int) -> int:
-        node = self.values[number].producer
-        return self.groups.times[node.id] if node else 1
-
     def again(self, node: int) -> int:
         """How often a node runs in a step, recomputation included."""
         return self.groups.times[node] + self.variant.extra.get(node, 0)
@@ -193,8 +189,8 @@ class Model:
 
     def _traffic(self) -> None:
         b = self.buffers
-        times = np.array([self._times_of(int(n)) for n in self.variant.origin], float)
-        moved = b.bytes_ * (b.reads + b.written) * times
+        runs = self.cached(("runs", self.variant), lambda: buffer_runs(self.variant, self.groups))
+        moved = b.bytes_ * (b.reads + b.written) * runs
         by_class = np.bincount(self.buffer_class, moved, minlength=len(self.classes))
         fleeting = np.nonzero((b.end - b.start <= FLEETING) & ~b.is_input & ~self.variant.stacked & (moved > 0))[0]
         fleeting = fleeting[np.lexsort((b.bytes_[fleeting], self.buffer_class[fleeting]))]
