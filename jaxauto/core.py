@@ -215,7 +215,7 @@ class AxisLink:
       bandwidth: bytes/s that one device can send along the axis in one direction, all its links on that axis together.
       latency: seconds for one hop.
       wraps: the axis closes into a ring (torus) or is switched (NVLink): no penalty for the ends.
-      kind: "ici" | "nvlink" | "network" | "shared memory".
+      kind: "ici" | "nvlink" | "network" (between nodes of GPUs) | "slices" (the network between TPU slices) | "shared memory".
       parts: lengths of the physical axes that the mesh axis covers, major first; (): one, of the mesh axis's own length.
     """
 
@@ -224,6 +224,16 @@ class AxisLink:
     wraps: bool = True
     kind: str = "ici"
     parts: tuple[int, ...] = ()
+
+    @property
+    def both_ways(self) -> float:
+        """Bytes/s of a device on a torus axis, in both directions of a ring, in one of a line."""
+        return self.bandwidth * (2 if self.wraps else 1)
+
+    @property
+    def hops_seconds(self) -> float:
+        """Seconds along a torus axis, half of it where it is a ring."""
+        return sum(self.parts) * self.latency * (0.5 if self.wraps else 1.0)
 
 
 # ------------------------------------------------------------------------------------------------------------ estimate

@@ -76,7 +76,8 @@ def mesh_axes(shape: Mapping[str, int], target: Target) -> MeshAxes:
         links = part.axis_links(sizes)
     except TargetError:  # a shape that the topology does not know: neighbours over one link each
         links = tuple(AxisLink(target.chip.link_bandwidth, target.chip.hop_latency, wraps=False) for _ in sizes)
-    closed = target.chip.platform == "tpu" and len(target.topology) == 3 and all(target.wraps) and total == target.num_devices
+    torus = target.chip.platform == "tpu" and len(target.topology) == 3 and target.slices == 1
+    closed = torus and all(target.wraps) and total == target.num_devices
     return MeshAxes(
         tuple(shape), sizes, links, scatters=target.chip.platform != "cpu", sums_whole=closed, windows=_WINDOWS.get(target.chip.platform)
     )

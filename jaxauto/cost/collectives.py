@@ -24,6 +24,8 @@ Nodes of ``g`` switched GPUs, ``m`` of them, each GPU with a network card of ``w
     all-reduce  = T_base + (g-1) T_step + 2 log2(m) T_net + 2 max(...)        tree over the nodes
     all-to-all  = T_base + (n-m) T_step + (m-1) T_net + max(V (g-1)/(g n w), V (m-1)/(m n w_net))
 
+Slices of a torus with a network between them: the same, with w = B and T_step = hops / (g - 1) of the torus inside.
+
 Switched and network collectives of small arrays use NCCL's LL protocol, with a fraction of the latency and of the bandwidth.
 """
 
@@ -37,10 +39,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxauto.core import AxisLink
+from jaxauto.targets.topology import node_rates
 
 # Fixed seconds of one call. ici: a 4-long v5e axis takes 8 us where hops explain 3 (How to Scale Your Model). nvlink, network: NCCL's
-# base latency, ring, Simple protocol. Shared memory: assumed.
-BASE_SECONDS = {"ici": 5e-6, "nvlink": 8.4e-6, "network": 8.4e-6, "shared memory": 20e-6}
+# base latency, ring, Simple protocol. Shared memory: assumed. Slices: assumed, two copies between device and host.
+BASE_SECONDS = {"ici": 5e-6, "nvlink": 8.4e-6, "network": 8.4e-6, "slices": 20e-6, "shared memory": 20e-6}
+_ACROSS = ("network", "slices")
+_NCCL = ("nvlink", "network")
 
 # NCCL's LL protocol against Simple. tuning.cc: 0.6 against 3.4 us a step on NVLink, 2.7 against 14 us on the network; LL's bandwidth is
 # halved there and then capped, together about a quarter.
@@ -57,10 +62,10 @@ class _Torus:
 
     @property
     def hops_seconds(self) -> float:
-        return sum(sum(link.parts) * link.latency * (0.5 if link.wraps else 1.0) for link in self.links)
+        return sum(link.hops_seconds for link in self.links)
 
     def gather_seconds(self, full_bytes: Seconds) -> Seconds:
-        both_ways = sum(link.bandwidth * (2 if link.wraps else 1) for link in self.links)
+        both_ways = sum(link.both_ways for link in self.links)
         return np.maximum(self.hops_seconds, full_bytes * (self.size - 1) / self.size / both_ways)
 
     def all_gather(self, full_bytes: Seconds) -> Seconds:
@@ -113,7 +118,7 @@ class _Switched:
 
     def protocol(self, latency: float, seconds: Seconds) -> Seconds:
         latency = BASE_SECONDS[self.kind] + latency
-        if self.kind == "shared memory":
+        if self.kind not in _NCCL:
             return latency + seconds
         return np.minimum(latency + seconds, latency * _LL_LATENCY + seconds / _LL_BANDWIDTH)
 
@@ -136,8 +141,11 @@ class _Switched:
 def _group(sizes: Sequence[int], links: Sequence[AxisLink]) -> _Torus | _Switched:
     if {link.kind for link in links} == {"ici"}:
         return _Torus(math.prod(sizes), tuple(dataclasses.replace(link, parts=link.parts or (size,)) for size, link in zip(sizes, links)))
-    inside = [(size, link) for size, link in zip(sizes, links) if link.kind != "network"]
-    across = [(size, link) for size, link in zip(sizes, links) if link.kind == "network"]
+    inside = [(size, link) for size, link in zip(sizes, links) if link.kind not in _ACROSS]
+    across = [(size, link) for size, link in zip(sizes, links) if link.kind in _ACROSS]
+    if torus := [link for _, link in inside if link.kind == "ici"]:
+        rate, step = node_rates(torus)
+        inside = [(size, dataclasses.replace(link, bandwidth=rate, latency=step)) for size, link in inside]
     inner = math.prod(size for size, _ in inside)
     outer = math.prod(size for size, _ in across)
     # A network axis that also covers GPUs of a node (parts: nodes, GPUs) sends over that many cards at once.
@@ -147,7 +155,7 @@ def _group(sizes: Sequence[int], links: Sequence[AxisLink]) -> _Torus | _Switche
         max((link.bandwidth for (_, link), n in zip(across, cards) if n > 1), default=math.inf)
     ]
     return _Switched(
-        kind="network" if across else inside[0][1].kind,
+        kind=(across or inside)[0][1].kind,
         gpus=inner * math.prod(cards),
         node_bandwidth=min(switch),
         nodes=outer // math.prod(cards),

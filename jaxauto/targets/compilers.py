@@ -140,7 +140,9 @@ def _first_line(error: Exception) -> str:
 def _tpu_devices(target: Target) -> list:
     from jax.experimental import topologies
 
-    arguments: dict = {"platform": "tpu", "topology_name": target.name}
+    arguments: dict = {"platform": "tpu", "topology_name": target.slice_name}
+    if target.slices > 1:
+        arguments["num_slices"] = target.slices
     sides = (*target.topology, 1)[:3]
     if any(side % host for side, host in zip(sides, (2, 2, 1))):  # smaller than a host
         arguments["chips_per_host_bounds"] = sides

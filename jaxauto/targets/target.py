@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxauto.targets.topology import (
     divisors,
     mesh_array,
     row_major_layout,
+    sliced_links,
     switched_links,
     torus_links,
 )
@@ -37,11 +39,12 @@ class Target:
 
     Args:
       text: ``chip:topology``: ``"v5e:4x8"``, ``"v5p:4x4x4"``, ``"h100:8"`` (one node), ``"h100:4x8"`` (nodes x GPUs), ``"cpu:8"``;
-        ``"v5e:1"`` is one chip.
+        ``"v5e:1"`` is one chip, ``"v5p:2*4x4x4"`` two slices with the data-centre network between them.
 
     Attributes:
       chip: the chip, with its numbers.
-      topology: the physical sides, in chips (GPUs: ``(gpus,)`` or ``(nodes, gpus)``).
+      topology: the physical sides, in chips (GPUs: ``(gpus,)`` or ``(nodes, gpus)``; TPUs: of one slice).
+      slices: how many of that topology; 1 but for TPUs.
       name: the canonical text.
 
     Raises:
@@ -49,15 +52,17 @@ class Target:
     """
 
     def __init__(self, text: str):
-        chip, sides = _parse(text)
+        chip, slices, sides = _parse(text)
         self.topology: tuple[int, ...] = sides
+        self.slices: int = slices
         self.chip: Chip = chip if chip.platform != "cpu" else cpu_chip(math.prod(sides))
-        self.name = f"{chip.name}:{'x'.join(map(str, sides))}"
+        self.slice_name = f"{chip.name}:{'x'.join(map(str, sides))}"
+        self.name = self.slice_name if slices == 1 else self.slice_name.replace(":", f":{slices}*")
 
     @property
     def num_devices(self) -> int:
         """Devices as JAX counts them."""
-        return math.prod(self.topology) * self.chip.devices_per_chip
+        return math.prod(self.topology) * self.chip.devices_per_chip * self.slices
 
     @property
     def num_nodes(self) -> int:
@@ -89,12 +94,15 @@ class Target:
             if chip.devices_per_chip > 1:
                 between = chip.link_bandwidth * _DIE_LINKS
                 axes.append(PhysicalAxis(chip.devices_per_chip, between, chip.hop_latency, False, "die"))
-            return tuple(axes)
+            return (self._network(self.slices, "slices"), *axes) if self.slices > 1 else tuple(axes)
         kind = "nvlink" if chip.platform == "gpu" else "shared memory"
         return (
-            PhysicalAxis(self.num_nodes, chip.network_bandwidth, _NETWORK_STEP_SECONDS, True, "network"),
+            self._network(self.num_nodes, "network"),
             PhysicalAxis(self.num_devices // self.num_nodes, chip.link_bandwidth, chip.hop_latency, True, kind),
         )
+
+    def _network(self, length: int, kind: str) -> PhysicalAxis:
+        return PhysicalAxis(length, self.chip.network_bandwidth, _NETWORK_STEP_SECONDS, True, kind)
 
     @property
     def wraps(self) -> tuple[bool, ...]:
@@ -108,13 +116,13 @@ class Target:
     def mesh_shapes(self, max_axes: int = 2) -> list[tuple[int, ...]]:
         """Factorizations of the device count that the topology supports, with at most ``max_axes`` axes, all longer than 1.
 
-        On a torus larger axes come first, so that the small axis is the one whose devices are neighbours. On GPUs the order says which axis
-        stays inside the node (the last), so both orders are listed where they differ.
+        On a torus larger axes come first, so that the small axis is the one whose devices are neighbours. On GPUs and on several slices the
+        order says which axis stays inside the node or slice (the last), so both orders are listed where they differ.
         """
         shapes: dict[tuple, tuple[int, ...]] = {}
         for shape in _shapes(self.num_devices, max_axes):
             descending = tuple(sorted(shape, reverse=True))
-            if self.chip.platform == "tpu" and shape != descending:
+            if self.chip.platform == "tpu" and self.slices == 1 and shape != descending:
                 continue
             factors = self._layout(shape)
             if factors is not None:
@@ -157,8 +165,12 @@ class Target:
 
     def _layout(self, mesh_shape: tuple[int, ...]) -> Factors | None:
         axes = self.physical_axes
-        if self.chip.platform == "tpu":
+        if self.chip.platform == "tpu" and self.slices == 1:
             return best_layout(axes, mesh_shape)
+        if self.chip.platform == "tpu":
+            rows = row_major_layout((self.slices, self.num_devices // self.slices), mesh_shape)
+            inside = best_layout(axes[1:], rows[1]) if rows else None
+            return (rows[0], *inside) if rows and inside else None
         return row_major_layout(tuple(axis.length for axis in axes), mesh_shape)
 
     def _checked_layout(self, mesh_shape: tuple[int, ...]) -> Factors:
@@ -173,7 +185,9 @@ class Target:
 
     def _links(self, factors: Factors) -> tuple[AxisLink, ...]:
         axes = self.physical_axes
-        return torus_links(axes, factors) if self.chip.platform == "tpu" else switched_links(axes[0], axes[1], factors)
+        if self.chip.platform == "tpu":
+            return torus_links(axes, factors) if self.slices == 1 else sliced_links(axes[0], axes[1:], factors)
+        return switched_links(axes[0], axes[1], factors)
 
 
 def _shapes(count: int, max_axes: int) -> Iterator[tuple[int, ...]]:
@@ -185,14 +199,18 @@ def _shapes(count: int, max_axes: int) -> Iterator[tuple[int, ...]]:
 
 
 def _position(device: Any) -> tuple:
-    return (*device.coords, getattr(device, "core_on_chip", 0))
+    return (_slice_of(device), *device.coords, getattr(device, "core_on_chip", 0))
+
+
+def _slice_of(device: Any) -> int:
+    return getattr(device, "slice_index", None) or 0
 
 
 # ------------------------------------------------------------------------------------------------------------- parsing
 
 
-def _parse(text: str) -> tuple[Chip, tuple[int, ...]]:
-    match = re.fullmatch(r"\s*([a-z0-9_-]+)\s*:\s*(\d+(?:\s*x\s*\d+)*)\s*", str(text).lower())
+def _parse(text: str) -> tuple[Chip, int, tuple[int, ...]]:
+    match = re.fullmatch(r"\s*([a-z0-9_-]+)\s*:\s*(?:(\d+)\s*\*\s*)?(\d+(?:\s*x\s*\d+)*)\s*", str(text).lower())
     name = match.group(1) if match else str(text).partition(":")[0].strip().lower()
     if name not in CHIPS:
         near = difflib.get_close_matches(name, CHIPS, n=1)
@@ -201,10 +219,12 @@ def _parse(text: str) -> tuple[Chip, tuple[int, ...]]:
     chip = CHIPS[name]
     if match is None:
         raise TargetError(f"target {text!r} has no topology: write chip:topology, for example {_example(chip)!r}")
-    sides = tuple(int(side) for side in match.group(2).split("x"))
-    if min(sides) < 1:
+    slices, sides = int(match.group(2) or 1), tuple(int(side) for side in match.group(3).split("x"))
+    if min(slices, *sides) < 1:
         raise TargetError(f"target {text!r}: every side of a topology is at least 1")
-    return chip, _CHECKS[chip.platform](chip, sides, str(text))
+    if slices > 1 and chip.platform != "tpu":
+        raise TargetError(f"target {text!r}: only TPUs come in slices; of GPUs write nodes x GPUs, for example 'h100:2x8'")
+    return chip, slices, _CHECKS[chip.platform](chip, sides, str(text))
 
 
 def _example(chip: Chip) -> str:
@@ -293,8 +313,16 @@ def detect(devices: Sequence) -> Target:
             f"Say which is nearest, for example target='h100:{len(devices)}'"
         )
     chip = max(matches, key=lambda match: match[0])[1]
-    sides = _torus_box(chip, devices) if chip.platform == "tpu" else _nodes(devices)
-    return Target(f"{chip.name}:{'x'.join(map(str, sides))}")
+    if chip.platform != "tpu":
+        return Target(f"{chip.name}:{'x'.join(map(str, _nodes(devices)))}")
+    slices: dict[int, list] = defaultdict(list)
+    for device in devices:
+        slices[_slice_of(device)].append(device)
+    boxes = {_torus_box(chip, part) for part in slices.values()}
+    if len(boxes) > 1:
+        shapes = ", ".join("x".join(map(str, box)) for box in sorted(boxes))
+        raise TargetError(f"{len(slices)} slices of {chip.name} of different shapes: {shapes}; give a mesh and target= explicitly")
+    return Target(f"{chip.name}:{len(slices)}*{'x'.join(map(str, boxes.pop()))}")
 
 
 def _torus_box(chip: Chip, devices: list) -> tuple[int, ...]:

@@ -149,21 +149,41 @@ def _torus_link(pieces: list[PhysicalAxis], axes: Sequence[PhysicalAxis]) -> Axi
 def switched_links(network: PhysicalAxis, node: PhysicalAxis, factors: Factors) -> tuple[AxisLink, ...]:
     """The link of each mesh axis on nodes x GPUs.
 
-    An axis inside the node has NVLink, an axis across nodes the network card of each GPU; an axis over both has the bandwidth at which the
-    slower of the two levels moves an all-gather, and its steps' mean latency.
+    An axis inside the node has NVLink, an axis across nodes the network card of each GPU; for an axis over both see ``_across``.
     """
-    links = []
-    for nodes, gpus in zip(*factors):
-        if nodes == 1:
-            links.append(AxisLink(node.bandwidth, node.latency, True, node.kind, (gpus,)))
-        elif gpus == 1:
-            links.append(AxisLink(network.bandwidth, network.latency, True, network.kind, (nodes,)))
-        else:
-            size = nodes * gpus
-            slower = max((gpus - 1) / (gpus * node.bandwidth), (nodes - 1) / (nodes * gpus * network.bandwidth))
-            latency = ((size - nodes) * node.latency + (nodes - 1) * network.latency) / (size - 1)
-            links.append(AxisLink((size - 1) / size / slower, latency, True, network.kind, (nodes, gpus)))
-    return tuple(links)
+    return tuple(
+        AxisLink(node.bandwidth, node.latency, True, node.kind, (gpus,))
+        if nodes == 1
+        else _across(network, nodes, gpus, node.bandwidth, node.latency)
+        for nodes, gpus in zip(*factors)
+    )
+
+
+def sliced_links(network: PhysicalAxis, axes: Sequence[PhysicalAxis], factors: Factors) -> tuple[AxisLink, ...]:
+    """The link of each mesh axis on several slices of a torus; the first row of ``factors`` is of the slices.
+
+    As on nodes of GPUs, with the links of the torus for the switch.
+    """
+    return tuple(
+        link if slices == 1 else _across(network, slices, math.prod(link.parts), *node_rates([link]))
+        for slices, link in zip(factors[0], torus_links(axes, factors[1:]), strict=True)
+    )
+
+
+def node_rates(links: Sequence[AxisLink]) -> tuple[float, float]:
+    """Torus axes as if they were a switch: bytes/s of a device in an all-gather over them, and seconds of each of its steps."""
+    steps = math.prod(math.prod(link.parts) for link in links) - 1
+    return sum(link.both_ways for link in links), sum(link.hops_seconds for link in links) / max(steps, 1)
+
+
+def _across(network: PhysicalAxis, nodes: int, gpus: int, node_bandwidth: float, node_latency: float) -> AxisLink:
+    """An axis over ``nodes`` and ``gpus`` of each: the bandwidth at which the slower level moves an all-gather, the steps' mean latency."""
+    if gpus == 1:
+        return AxisLink(network.bandwidth, network.latency, True, network.kind, (nodes,))
+    size = nodes * gpus
+    slower = max((gpus - 1) / (gpus * node_bandwidth), (nodes - 1) / (nodes * gpus * network.bandwidth))
+    latency = ((size - nodes) * node_latency + (nodes - 1) * network.latency) / (size - 1)
+    return AxisLink((size - 1) / size / slower, latency, True, network.kind, (nodes, gpus))
 
 
 def mesh_array(devices: np.ndarray, factors: Factors) -> np.ndarray:

@@ -11,7 +11,7 @@ from jaxauto.cost.collectives import BASE_SECONDS, collective_seconds
 from jaxauto.targets import Target
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-TARGETS = ("v5e:2x4", "v5e:16x16", "v5p:4x4x4", "tpu7x:2x2x2", "h100:8", "h100:4x8", "cpu:8")
+TARGETS = ("v5e:2x4", "v5e:16x16", "v5p:4x4x4", "v5p:2*4x4x4", "tpu7x:2x2x2", "h100:8", "h100:4x8", "cpu:8")
 
 
 def seconds(kind, full_bytes, target, shape, axes=None):
@@ -202,6 +202,19 @@ def test_axes_inside_a_node_share_the_switch():
 def test_axes_across_nodes_are_slower_than_axes_inside():
     for kind in KINDS:
         assert seconds(kind, 1e9, "h100:8x8", (8, 8), [0]) > seconds(kind, 1e9, "h100:8x8", (8, 8), [1])
+
+
+def test_slices_are_nodes_whose_switch_is_a_torus():
+    """Over one slice what a torus takes; over all the slower level: here each of 64 chips brings a 64th part over its card."""
+    shape, amount = (2, 64), 1e10
+    inside = seconds("all-gather", amount, "v5p:2*4x4x4", shape, [1])
+    assert inside == seconds("all-gather", amount, "v5p:4x4x4", (64,))
+    across = seconds("all-gather", amount, "v5p:2*4x4x4", shape, [0])
+    assert across == pytest.approx(amount / 2 / 6.25e9 + BASE_SECONDS["slices"] + 14e-6)
+    over_all = seconds("all-gather", amount, "v5p:2*4x4x4", shape)
+    assert over_all == pytest.approx(max(amount / 2 / 64 / 6.25e9, amount * 63 / 64 / 540e9), rel=0.01)
+    assert inside < over_all < across
+    assert over_all == pytest.approx(seconds("all-gather", amount, "v5p:2*4x4x4", (128,)), rel=0.01)
 
 
 def test_how_mesh_axes_cut_the_nodes_matters_little_to_a_collective_over_all():

@@ -24,19 +24,18 @@ NAMES = [
     "h100:8",
     "h100:2x8",
 ]
-NAMES += ["a100:4", "cpu:8", "cpu:12", "v6e:1x1"]
+NAMES += ["a100:4", "cpu:8", "cpu:12", "v6e:1x1", "v5p:2*2x2x4", "v5e:4*4x8"]
 
 
 def fake_devices(target, device_kind="", extra=0):
     """Stand-ins with the coordinates of a torus, in an order that is not the row-major one."""
     chip = target.chip
     devices = []
-    for coords in itertools.product(*map(range, target.topology)):
+    kind = device_kind or chip.device_kind[0]
+    for number, *coords in itertools.product(range(target.slices), *map(range, target.topology)):
         for core in range(chip.devices_per_chip):
             full = (*coords, 0, 0)[:3]
-            devices.append(
-                SimpleNamespace(platform=chip.platform, device_kind=device_kind or chip.device_kind[0], coords=full, core_on_chip=core)
-            )
+            devices.append(SimpleNamespace(platform=chip.platform, device_kind=kind, coords=full, core_on_chip=core, slice_index=number))
     return devices[::-1] + devices[:extra]
 
 
@@ -54,6 +53,8 @@ def fake_devices(target, device_kind="", extra=0):
         ("cpu:8", "cpu:8", (8,), 8),
         ("v5e:1", "v5e:1x1", (1, 1), 1),
         ("v5p:1", "v5p:1x1x1", (1, 1, 1), 1),
+        ("v5p: 2 * 4x4x4", "v5p:2*4x4x4", (4, 4, 4), 128),
+        ("v5e:1*2x4", "v5e:2x4", (2, 4), 8),
     ],
 )
 def test_parsing(text, name, topology, count):
@@ -78,6 +79,8 @@ def test_parsing(text, name, topology, count):
         ("v5e:0x2", "every side of a topology is at least 1"),
         ("h100:12", "12 GPUs are no whole number of nodes of 8; write nodes x GPUs, for example 'h100:2x8'"),
         ("h100:2x16", "an NVLink domain of h100 has at most 8 GPUs, not 16"),
+        ("h100:2*8", "only TPUs come in slices; of GPUs write nodes x GPUs, for example 'h100:2x8'"),
+        ("v5e:0*2x4", "every side of a topology is at least 1"),
         ("h100:2x2x2", "h100 targets are GPUs, or nodes x GPUs of each, for example 'h100:2x8'"),
         ("cpu:2x4", "cpu targets are a number of emulated devices, at most 4096, for example 'cpu:8'"),
     ],
@@ -110,6 +113,7 @@ def test_mesh_shapes_use_all_devices_once(name, max_axes):
         ("v5e:16x16", [(256,), (16, 16), (32, 8), (64, 4), (128, 2)]),
         ("h100:8", [(8,), (4, 2)]),
         ("h100:2x8", [(16,), (2, 8), (4, 4), (8, 2)]),  # which axis stays in the node matters
+        ("v5p:2*2x2x2", [(16,), (2, 8), (4, 4), (8, 2)]),  # or in the slice
         ("cpu:1", [(1,)]),
     ],
 )
@@ -169,6 +173,17 @@ def test_links_of_gpus():
     assert {link.kind for link in Target("cpu:8").axis_links((4, 2))} == {"shared memory"}
 
 
+def test_links_of_slices():
+    target = Target("v5p:2*4x4x4")
+    across, inside = target.axis_links((2, 64))
+    assert (across.kind, across.bandwidth, across.parts) == ("slices", 6.25e9, (2,))
+    assert (inside,) == Target("v5p:4x4x4").axis_links((64,))
+    both, rest = target.axis_links((8, 16))
+    assert (both.kind, both.parts) == ("slices", (2, 4)) and rest.kind == "ici" and rest.parts == (4, 4)
+    # half of the array comes over four cards while each device takes in seven eighths of it
+    assert both.bandwidth == pytest.approx(7 * 6.25e9)
+
+
 def test_a_mesh_that_does_not_fit_is_refused_with_those_that_do():
     with pytest.raises(TargetError) as caught:
         Target("v5e:2x4").axis_links((4, 4))
@@ -210,6 +225,15 @@ def test_device_array_is_laid_out_as_axis_links_says():
         assert first.coords == second.coords and {first.core_on_chip, second.core_on_chip} == {0, 1}
 
 
+def test_the_first_axes_of_a_mesh_lie_across_slices():
+    target = Target("v5p:2*4x4x4")
+    for shape in ((2, 16, 4), (8, 16), (128,)):
+        array = target.device_array(shape, fake_devices(target)).reshape(2, 64)
+        assert [{d.slice_index for d in half} for half in array] == [{0}, {1}]
+    for line in target.device_array((2, 16, 4), fake_devices(target)).reshape(32, 4):
+        assert all(sum(step) == 1 for step in distances(line, target))
+
+
 def test_device_array_of_switched_devices_is_a_reshape():
     array = Target("h100:2x8").device_array((4, 4), list(range(16)))
     assert array.tolist() == np.arange(16).reshape(4, 4).tolist()
@@ -221,7 +245,7 @@ def test_device_array_wants_all_devices():
         Target("v5e:2x4").device_array((8,), fake_devices(Target("v5e:2x4"), extra=1))
 
 
-@pytest.mark.parametrize("name", ["v5e:2x4", "v5e:1x1", "v6e:16x16", "v5p:4x4x4", "v4:2x2x1", "tpu7x:2x2x2"])
+@pytest.mark.parametrize("name", ["v5e:2x4", "v5e:1x1", "v6e:16x16", "v5p:4x4x4", "v4:2x2x1", "tpu7x:2x2x2", "v5e:2*4x4", "tpu7x:4*2x2x1"])
 def test_detect_finds_the_torus_by_coordinates(name):
     assert detect(fake_devices(Target(name))) == Target(name)
 
@@ -251,6 +275,9 @@ def test_detect_says_what_it_does_not_know():
         detect(fake_devices(Target("v5e:2x2"))[:3])
     with pytest.raises(TargetError, match="no devices"):
         detect([])
+    unlike = [*fake_devices(Target("v5e:2x2")), *(d for d in fake_devices(Target("v5e:2*2x4")) if d.slice_index == 1)]
+    with pytest.raises(TargetError, match="2 slices of v5e of different shapes: 2x2, 2x4; give a mesh and target= explicitly"):
+        detect(unlike)
 
 
 def test_resolve():
