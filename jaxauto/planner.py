@@ -32,6 +32,7 @@ from jaxauto.rules import has_rule, unknown_primitive_message
 from jaxauto.solve.check import check
 from jaxauto.solve.decide import decisions_of, sharding_of_value
 from jaxauto.solve.fold import fold
+from jaxauto.solve.least import least_memory
 from jaxauto.solve.model import Program as Decided
 from jaxauto.solve.remat import Level, Remat
 from jaxauto.solve.search import Candidate, Found, Search
@@ -170,19 +171,24 @@ def solve(step: Step, target: Target, budget: float, options: Options, progress:
     remat = Remat(step.graph, step.groups, step.aliased, target.chip)
     levels = {"off": lambda: remat.levels()[:1], "auto": remat.levels, "offload": remat.levels_with_host}[options.remat]()
     deadline = started + options.time_limit
-    results: list[tuple[MeshAxes, Found]] = []
+    results: list[tuple[Search, Found]] = []
     for number, mesh in enumerate(meshes):
         progress(f"solving mesh {'x'.join(map(str, mesh.sizes))} ({number + 1} of {len(meshes)})")
         best = min((found.best.seconds for _, found in results if found.best is not None), default=math.inf)
-        results.append((mesh, search(step, remat, levels, mesh, target, budget, options, deadline, best)))
+        tried = prepared(step, remat, mesh, target, options, deadline, best)
+        results.append((tried, tried.run(budget, levels)))
         if time.monotonic() > deadline:
             break
-    fitting = [(mesh, found) for mesh, found in results if found.best is not None]
+    if all(found.best is None for _, found in results):
+        progress("looking for the least memory")
+        for tried, found in sorted(results, key=lambda r: r[1].leanest.peak_bytes):
+            least_memory(tried, levels, found, budget)
+    fitting = [(tried, found) for tried, found in results if found.best is not None]
     if not fitting:
         least = min(found.leanest.peak_bytes for _, found in results)
         raise InfeasibleError(_infeasible_message(results, budget, target), least)
-    mesh, found = _simplest(fitting)
-    seconds = {"x".join(map(str, m.sizes)): (f.best.seconds if f.best else float("inf")) for m, f in results}
+    found = _simplest(fitting)
+    seconds = {"x".join(map(str, s.mesh.sizes)): (f.best.seconds if f.best else float("inf")) for s, f in results}
     found.seconds_spent["all meshes"] = time.monotonic() - started
     everything = tuple(candidate for _, f in fitting for candidate in f.fitting)
     solved = Solved(step, target, remat, levels, found, seconds, options, everything)
@@ -191,11 +197,11 @@ def solve(step: Step, target: Target, budget: float, options: Options, progress:
     return build_plan(solved, found.best, budget, options)
 
 
-def _simplest(fitting: list[tuple[MeshAxes, Found]]) -> tuple[MeshAxes, Found]:
+def _simplest(fitting: list[tuple[Search, Found]]) -> Found:
     """The fastest, or one with fewer axes that is as good as that: the partitioner has less to get wrong."""
     fastest = min(found.best.seconds for _, found in fitting if found.best is not None)
     near = [r for r in fitting if r[1].best is not None and r[1].best.seconds <= fastest * (1 + _TIE)]
-    return min(near, key=lambda r: (len(r[0].sizes), r[1].best.seconds))  # type: ignore[union-attr]
+    return min(near, key=lambda r: (len(r[0].mesh.sizes), r[1].best.seconds))[1]  # type: ignore[union-attr]
 
 
 def _checked(best: Candidate, step: Step, budget: float, options: Options) -> None:
@@ -224,11 +230,18 @@ def search(
     rival: float = math.inf,
 ) -> Found:
     """Search one mesh; ``rival``: seconds of the best plan on the meshes before."""
+    return prepared(step, remat, mesh, target, options, deadline, rival).run(budget, levels)
+
+
+def prepared(
+    step: Step, remat: Remat, mesh: MeshAxes, target: Target, options: Options, deadline: float, rival: float = math.inf
+) -> Search:
+    """The search on one mesh, before it is run."""
     allowed = allowed_states(options.constraints, step.traced, step.groups, mesh)
     alike = fold(step.groups, {g: mask.tobytes() for g, mask in allowed.items()})
     program = Decided(step.groups, alike, step.known_early, step.late_only)
     work = options.time_limit * WORK_PER_SECOND
-    return Search(program, remat, mesh, target.chip, allowed, deadline, work, rival).run(budget, levels)
+    return Search(program, remat, mesh, target.chip, allowed, deadline, work, rival)
 
 
 def _mesh_in_step(step: Step) -> dict[str, int] | None:
@@ -240,25 +253,31 @@ def _mesh_in_step(step: Step) -> dict[str, int] | None:
     return None
 
 
-def _infeasible_message(results: list[tuple[MeshAxes, Found]], budget: float, target: Target) -> str:
-    mesh, found = min(results, key=lambda r: r[1].leanest.peak_bytes)
-    least = found.leanest
+def _infeasible_message(results: list[tuple[Search, Found]], budget: float, target: Target) -> str:
+    search, found = min(results, key=lambda r: r[1].leanest.peak_bytes)
+    mesh, least = search.mesh, found.leanest
     parts = sorted(memory_by_kind(least.model, least.x).items(), key=lambda kv: -kv[1])
     made_of = ", ".join(f"{name} {gib(b)}" for name, b in parts if b > 0.005 * least.peak_bytes)
     return (
         f"no plan fits {gib(budget)} on each of {mesh.num_devices} x {target.chip.name}: "
-        f"the least that any plan needs is {gib(least.peak_bytes)} "
-        f"(mesh {mesh.shape}, everything recomputed), made of {made_of}. "
+        f"the least that any plan needs is {gib(least.peak_bytes, up=True)} "
+        f"(mesh {mesh.shape}, {_recomputed(least)}), made of {made_of}. "
         "Use more devices, a larger memory_budget, a smaller batch, or a leaner optimizer state."
     )
 
 
-def gib(bytes_: float) -> str:
-    """``"1.50 GiB"``, in the unit that fits."""
+def _recomputed(candidate: Candidate) -> str:
+    again = [kept is not None for kept in candidate.variant.kept]
+    return "everything recomputed" if again and all(again) else f"{sum(again)} of {len(again)} blocks recomputed"
+
+
+def gib(bytes_: float, *, up: bool = False) -> str:
+    """``"1.50 GiB"``, in the unit that fits; ``up``: never less than it is."""
+    rounded = math.ceil if up else round
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if bytes_ >= size:
-            return f"{bytes_ / size:.2f} {unit}"
-    return f"{bytes_:.0f} B"
+            return f"{rounded(100 * bytes_ / size) / 100:.2f} {unit}"
+    return f"{rounded(bytes_)} B"
 
 
 # -------------------------------------------------------------------------------------------------------------------- plan

@@ -60,7 +60,6 @@ def first_stage(search: Search, levels: list[Level], budget: float) -> Candidate
 
 def second_stage(search: Search, levels: list[Level], sharding: Candidate, budget: float) -> Candidate | None:
     """Rematerialisation under a fixed sharding: the fastest level that fits, each block then keeping what there is room for."""
-    search.levels = levels
     found: list[Candidate] = []
     for number, level in enumerate(levels):
         model = search.model(search.remat.variant(level.kept, level.offloaded))
@@ -68,7 +67,7 @@ def second_stage(search: Search, levels: list[Level], sharding: Candidate, budge
     fitting = [c for c in found if c.peak_bytes <= budget]
     if not fitting:
         return None
-    mixed = (search._mix(c, budget) for c in fitting)
+    mixed = (search._mix(c, levels, budget) for c in fitting)
     return min([*fitting, *(m for m in mixed if m is not None and m.peak_bytes <= budget)], key=lambda c: c.seconds)
 
 

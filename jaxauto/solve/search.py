@@ -40,9 +40,9 @@ _BISECTIONS = 3
 _RAISES = 8
 _LEAN = 8  # rounds in search of the least memory
 _NEAR = 6  # states of each variable that the MILP may choose from
-_MU = (1.0, 0.5, 0.0)  # weights of compute against prefetching that the dual tries
+MU = (1.0, 0.5, 0.0)  # weights of compute against prefetching that the dual tries
 _BASES = 8  # answers from which blocks are mixed
-_QUICK = 10_000  # values of a program that is rewritten in a fraction of a second
+QUICK = 10_000  # values of a program that is rewritten in a fraction of a second
 _MIXED = -1  # the number of the level whose blocks keep unalike
 _GAP = 0.005  # relative gap under which no MILP is asked
 _DESCENTS = 3  # each with the peak of the one before as a further row
@@ -99,7 +99,6 @@ class Search:
         self.program, self.remat, self.mesh, self.chip = program, remat, mesh, chip
         self.allowed, self.deadline, self.work, self.rival = allowed, deadline, work, rival
         self.cache: dict = {}
-        self.levels: list[Level] = []
         self.bounds: dict[int, float] = {}
         self.models: dict[int, Model] = {}
         self.answers: dict[int, list[np.ndarray]] = defaultdict(list)
@@ -109,12 +108,12 @@ class Search:
     def run(self, budget_bytes: float, levels: list[Level]) -> Found:
         """Search all ``levels`` under ``budget_bytes``; as long as they get faster, if the first fits without pressure."""
         started = time.monotonic()
-        self.levels = list(levels)
+        levels = list(levels)
         best: Candidate | None = None
         leanest: Candidate | None = None
         fitting: list[Candidate] = []
         roomy = False
-        for number, level in enumerate(self._offered(fitting)):
+        for number, level in enumerate(self._offered(fitting, levels)):
             for candidate in self._offers(number, level, budget_bytes):
                 if leanest is None or candidate.peak_bytes < leanest.peak_bytes:
                     leanest = candidate
@@ -122,14 +121,14 @@ class Search:
                     fitting.append(candidate)
                     best = candidate if best is None or candidate.seconds < best.seconds else best
             roomy = roomy or (number == 0 and best is not None)
-            if self._out_of_time() or (roomy and best is not None and best.level < number):
+            if self.out_of_time() or (roomy and best is not None and best.level < number):
                 break  # without pressure on memory, recomputing more does not help where recomputing less did not
         assert leanest is not None
         found = Found(best, leanest, min(self.bounds.values()), {"search": time.monotonic() - started}, fitting=fitting)
         if best is None:
             self._close(found, budget_bytes)
         else:
-            self._refine(found, budget_bytes)
+            self._refine(found, levels, budget_bytes)
             if found.best is not None and found.best not in fitting:
                 fitting.append(found.best)
         found.variables = max(found.variables, sum(leanest.model.problem.sizes))
@@ -160,14 +159,19 @@ class Search:
                 return lower  # else its peak is a row of the problem now
         return candidate
 
-    def _offered(self, fitting: Sequence[Candidate]) -> Iterator[Level]:
-        """The levels; where nothing has come to fit by then, such as make again what lies between blocks."""
-        yield from self.levels
-        if not fitting and len(self.levels) > 1 and not self._out_of_time():
-            leanest = max((level for level in self.levels if not level.offloaded), key=lambda level: level.threshold)
-            nested = self.remat.nested(leanest)
-            self.levels += nested
+    def _offered(self, fitting: Sequence[Candidate], levels: list[Level]) -> Iterator[Level]:
+        """``levels``; where nothing has come to fit by then, those nested in them, which are added to it."""
+        yield from levels
+        if not fitting:
+            nested = self.nested(levels)
+            levels += nested
             yield from nested
+
+    def nested(self, levels: Sequence[Level]) -> list[Level]:
+        """Such as keep what the leanest of ``levels`` does and make again what lies between blocks; none where there is no choice or time."""
+        if len(levels) < 2 or self.out_of_time():
+            return []
+        return self.remat.nested(max((level for level in levels if not level.offloaded), key=lambda level: level.threshold))
 
     def level(self, number: int, level: Level, budget_bytes: float) -> list[Candidate]:
         """Candidates of one level: without pressure, then under rising and bisected prices of memory."""
@@ -175,20 +179,20 @@ class Search:
         free = self._unpriced(model, number)
         if free.peak_bytes <= budget_bytes:
             return [free]
-        lean = self._lean(model, number, budget_bytes)
+        lean = self.lean(model, number, budget_bytes)
         found = [free, lean]
         if any(row.least_bytes() > budget_bytes for row in model.problem.rows):
             self.bounds[number] = math.inf  # proven: nothing of this level fits
-        if lean.peak_bytes > budget_bytes or self._out_of_time():
+        if lean.peak_bytes > budget_bytes or self.out_of_time():
             return found
         low, high = 0.0, self.price or free.seconds / budget_bytes
         for _ in range(_RAISES):
             found.append(self._priced(model, number, high, budget_bytes))
-            if found[-1].peak_bytes <= budget_bytes or self._out_of_time():
+            if found[-1].peak_bytes <= budget_bytes or self.out_of_time():
                 break
             low, high = high, high * 8
         for _ in range(_BISECTIONS):
-            if self._out_of_time():
+            if self.out_of_time():
                 break
             middle = math.sqrt(low * high) if low else high / 8
             found.append(self._priced(model, number, middle, budget_bytes))
@@ -196,7 +200,7 @@ class Search:
         self.price = high
         return found
 
-    def _lean(self, model: Model, level: int, budget_bytes: float) -> Candidate:
+    def lean(self, model: Model, level: int, budget_bytes: float) -> Candidate:
         """The least memory of a level: each round the answer with the least bytes at the peaks so far, weighted as they bind."""
         best: Candidate | None = None
         answers: list[np.ndarray] = []
@@ -224,14 +228,14 @@ class Search:
         if all(row.position != position for row in model.problem.rows):
             model.problem.rows.append(model.memory_row(position))
 
-    def _out_of_time(self) -> bool:
+    def out_of_time(self) -> bool:
         return time.monotonic() > self.deadline
 
     def _unpriced(self, model: Model, level: int) -> Candidate:
         """No memory pressure. μ = 1 hides all prefetching; where that is too kind, smaller μ charges for it."""
         best: Candidate | None = None
         bound = -math.inf
-        for mu in _MU:
+        for mu in MU:
             answer = eliminate(*model.problem.priced(mu, {}))
             bound = max(bound, answer.bound)
             found = self.candidate(model, answer.x, level)
@@ -247,23 +251,23 @@ class Search:
     def _priced(self, model: Model, level: int, price: float, budget_bytes: float) -> Candidate:
         rows = range(len(model.problem.rows))
         prices = {r: price / len(model.problem.rows) for r in rows}
-        answer = eliminate(*model.problem.priced(_MU[0], prices))
+        answer = eliminate(*model.problem.priced(MU[0], prices))
         self.bounds[level] = max(self.bounds.get(level, -math.inf), _dual(model, answer, prices, budget_bytes))
         return self.candidate(model, answer.x, level)
 
     # ------------------------------------------------------------------------------------------------------------- refining
 
-    def _refine(self, found: Found, budget_bytes: float) -> None:
+    def _refine(self, found: Found, levels: list[Level], budget_bytes: float) -> None:
         assert found.best is not None
         started = time.monotonic()
         for base in self._bases(found):
-            mixed = self._mix(base, budget_bytes)
+            mixed = self._mix(base, levels, budget_bytes)
             mixed = mixed and self._descended(mixed, budget_bytes)
             if mixed is not None and mixed.seconds < found.best.seconds:
                 found.best, self.models[_MIXED] = mixed, mixed.model
         if _MIXED in self.models:  # a program of its own, with a bound of its own
             problem = self.models[_MIXED].problem
-            self.bounds[_MIXED] = max(eliminate(*problem.priced(mu, {})).bound for mu in _MU)
+            self.bounds[_MIXED] = max(eliminate(*problem.priced(mu, {})).bound for mu in MU)
             found.bound = min(self.bounds.values())
         found.seconds_spent["chain"] = time.monotonic() - started
         started = time.monotonic()
@@ -285,11 +289,11 @@ class Search:
         written = self.written if self.written is not None else self.answers[0][0]
         for candidate in sorted(found.fitting, key=lambda c: c.seconds):
             best.setdefault((candidate.level, np.array_equal(candidate.x, written)), candidate)
-        return list(best.values())[: _BASES if len(self.remat.graph.values) < _QUICK else 1]
+        return list(best.values())[: _BASES if len(self.remat.graph.values) < QUICK else 1]
 
     def _close(self, found: Found, budget_bytes: float) -> None:
         """Every level that could hold something better: its bound raised, its best answer found (``tighten.py``)."""
-        effort = Effort(self.work, self._out_of_time)
+        effort = Effort(self.work, self.out_of_time)
         for number in sorted(self.bounds, key=lambda n: self.bounds[n]):
             model, upper = self.models[number], found.best.seconds if found.best else math.inf
             if self.bounds[number] >= upper * (1 - TOLERANCE) or effort.over:
@@ -328,12 +332,11 @@ class Search:
                     found.best = better
                 return
 
-    def _mix(self, best: Candidate, budget_bytes: float) -> Candidate | None:
+    def _mix(self, best: Candidate, levels: list[Level], budget_bytes: float) -> Candidate | None:
         """Let each block keep as much as the budget allows, by the chain's dynamic programme."""
         if best.level == 0 or not self.remat.blocks:
             return None
-        levels = self.levels
-        options = [[self._option(best, b, level) for level in levels] for b in range(len(self.remat.blocks))]
+        options = self.options(best, levels)
         held = sum(o[best.level].kept_bytes for o in options) + max(o[best.level].peak_bytes for o in options)
         room = budget_bytes - best.peak_bytes + held
         winner = None
@@ -341,14 +344,22 @@ class Search:
             answer = solve_chain(options, room)
             if answer is None:
                 break
-            kept = tuple(levels[c].kept[b] for b, c in enumerate(answer.choice))
-            offloaded = frozenset().union(*(levels[c].offloaded & self.remat.values_of(b) for b, c in enumerate(answer.choice)))
-            mixed = self.candidate(self.model(self.remat.variant(kept, offloaded, best.variant.remade)), best.x, best.level)
+            mixed = self.mixture(best, levels, answer.choice)
             if mixed.peak_bytes <= budget_bytes:
                 winner = mixed
                 break
             room -= mixed.peak_bytes - budget_bytes
         return winner
+
+    def mixture(self, base: Candidate, levels: list[Level], choice: Sequence[int]) -> Candidate:
+        """The sharding of ``base`` with block ``b`` kept as ``levels[choice[b]]`` keeps it."""
+        kept = tuple(levels[c].kept[b] for b, c in enumerate(choice))
+        offloaded = frozenset().union(*(levels[c].offloaded & self.remat.values_of(b) for b, c in enumerate(choice)))
+        return self.candidate(self.model(self.remat.variant(kept, offloaded, base.variant.remade)), base.x, base.level)
+
+    def options(self, base: Candidate, levels: list[Level]) -> list[list[Option]]:
+        """For each block what it costs under each level, with the shardings of ``base``."""
+        return [[self._option(base, b, level) for level in levels] for b in range(len(self.remat.blocks))]
 
     def _option(self, best: Candidate, b: int, level: Level) -> Option:
         """What a block costs under a level, with the shardings of ``best``."""
@@ -377,7 +388,7 @@ def _dual(model: Model, answer: Elimination, prices: Mapping[int, float], budget
 def near(problem, x: np.ndarray, count: int) -> list[np.ndarray]:
     """States for the MILP: those that cost least in time and memory next to ``x``, and the leanest."""
     prices = {r: problem.seconds(x) / max(row.bytes_at(x), 1.0) for r, row in enumerate(problem.rows)}
-    chosen = nearest(*problem.priced(_MU[0], prices), x, count)
+    chosen = nearest(*problem.priced(MU[0], prices), x, count)
     for row in problem.rows:
         for i, vector in row.vectors.items():
             chosen[i] = np.union1d(chosen[i], np.argsort(vector, kind="stable")[:2])
