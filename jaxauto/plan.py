@@ -40,7 +40,14 @@ class RematDecision:
 
 @dataclass(frozen=True)
 class SolverReport:
-    """How the plan was found. ``bound``: no plan on this mesh is faster, by the planner's own estimate; ``gap`` is relative to it."""
+    """How the plan was found.
+
+    Attributes:
+      bound: no sharding on this mesh is faster with any of the levels of rematerialisation that were searched, or with the mixture of them
+        that was kept; by the planner's own estimate. Levels between those, and mixtures that were not kept, are not covered.
+      gap: ``1 - bound / objective``.
+      meshes: seconds of the best plan on each mesh that was searched, inf where none fits.
+    """
 
     status: str
     objective: float
