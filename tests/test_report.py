@@ -123,7 +123,7 @@ class TestExplain:
     def test_whole_plan_says_what_binds_memory_and_what_costs_time(self, plan):
         text = plan.explain()
         assert "with any of the levels of rematerialisation that were searched, takes less than" in text
-        assert "Not covered: levels between those, mixtures of them that were not kept, meshes that are not listed" in " ".join(text.split())
+        assert "Not covered: levels between those, mixtures of them that were not kept, meshes" in " ".join(text.split())
         for title in ("What binds memory", "Largest values alive", "What costs time: computation", "What costs time: communication"):
             assert title in text
         assert f"Peak {tables.size(plan.estimate.peak_memory)} of a budget of {tables.size(plan.budget_bytes)}" in text
