@@ -24,6 +24,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from jaxauto.solve.problem import HIDDEN_SHARE, RESOURCES, Problem
 
 _NODES = 200
+_PRESOLVE = False  # of HiGHS: without it these programmes take half the time
 
 
 class Status(enum.Enum):
@@ -101,7 +102,7 @@ class _Program:
             constraints=LinearConstraint(matrix, np.concatenate(self.lower), np.concatenate(self.upper)),
             integrality=integrality,
             bounds=Bounds(0, upper),
-            options={"time_limit": time_limit, "mip_rel_gap": relative_gap, "node_limit": node_limit},
+            options={"time_limit": time_limit, "mip_rel_gap": relative_gap, "node_limit": node_limit, "presolve": _PRESOLVE},
         )
         status = _STATUS.get(result.status, Status.FAILED)
         bound = float(result.mip_dual_bound) * scale if result.mip_dual_bound is not None else -np.inf

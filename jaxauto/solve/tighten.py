@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.optimize import linprog
 
+from jaxauto.solve.dominance import undominated
 from jaxauto.solve.eliminate import eliminate, least_with
 from jaxauto.solve.milp import MilpSolution, Status, solve_milp
 from jaxauto.solve.problem import HIDDEN_SHARE, Problem
@@ -130,7 +131,8 @@ class _Tightening:
             if self.effort.late() or work > self.effort.left:
                 return
             self.effort.spent(work)
-            answer = solve_milp(self.small, room, time_limit=_SECONDS, relative_gap=TOLERANCE / 10, node_limit=_NODES)
+            needed = undominated(self.small)
+            answer = solve_milp(self.small, room, needed, time_limit=_SECONDS, relative_gap=TOLERANCE / 10, node_limit=_NODES)
             self.found.milp = answer
             if answer.status is Status.INFEASIBLE:
                 self.found.bound = self.upper
