@@ -28,7 +28,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import bench_models  # noqa: E402
 import bench_vision  # noqa: E402
-from layouts import POLICIES, Layout, of_params, use  # noqa: E402
+from layouts import POLICIES, Layout, compiled, of_params  # noqa: E402
 from models import LLAMA, Decoder, step_and_args  # noqa: E402
 
 import jaxauto  # noqa: E402
@@ -134,42 +134,14 @@ def meshes(case: Case, strategy: str) -> list[dict[str, int]]:
 def by_hand(case: Case, strategy: str, mesh: dict[str, int], policy: str) -> dict[str, Any]:
     """Compile one sharding written by hand and judge it."""
     step, args = case.make()
-    leaves, tree = jax.tree.flatten(args)
     target = Target(case.target)
-    shapes = jax.tree.structure(jax.eval_shape(step, *args))
-
-    def layout(abstract: Any) -> Layout:
-        return Layout(abstract, STRATEGIES[strategy], policy)
-
-    abstract = aot.abstract_mesh(tuple(mesh.values()), tuple(mesh))
-    specs = of_params(layout(abstract), case.names, args[:2])
+    layout = Layout(aot.abstract_mesh(tuple(mesh.values()), tuple(mesh)), STRATEGIES[strategy], policy)
+    specs = of_params(layout, case.names, args[:2])
     for leaf in jax.tree.leaves(args[2]):
-        specs.append(layout(abstract).spec(leaf.shape, ["batch", "sequence", *"..."][: len(leaf.shape)]))
+        specs.append(layout.spec(leaf.shape, ["batch", "sequence", *"..."][: len(leaf.shape)]))
     if case.names is UNET:
-        specs[-2:] = [layout(abstract).spec(leaf.shape, ["batch", "rows", ".", "."]) for leaf in jax.tree.leaves(args[2])]
-    kept = len(leaves) - len(jax.tree.leaves(args[2]))
-    out_specs = [*specs[:kept], jax.sharding.PartitionSpec()]
-
-    def make_fun(abstract: Any) -> Callable:
-        def flat(*leaves: Any) -> list:
-            with use(layout(abstract)):
-                return jax.tree.leaves(step(*jax.tree.unflatten(tree, leaves)))
-
-        return flat
-
-    assert shapes.num_leaves == len(out_specs)
-    result = aot.compile_step(
-        make_fun,
-        leaves,
-        specs,
-        out_specs,
-        list(range(kept)),
-        target,
-        tuple(mesh.values()),
-        tuple(mesh),
-        timeout=900,
-        options=options_for(target),
-    )
+        specs[-2:] = [layout.spec(leaf.shape, ["batch", "rows", ".", "."]) for leaf in jax.tree.leaves(args[2])]
+    result = compiled(step, args, specs, layout, target, options_for(target))
     return judged(case, mesh, result.text, result.device_bytes)
 
 

@@ -10,12 +10,15 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from jaxauto import aot
+from jaxauto.targets.target import Target
 
 POLICIES = {
     "everything": None,  # no jax.checkpoint
@@ -24,6 +27,9 @@ POLICIES = {
     "dots, no batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "block outputs": jax.checkpoint_policies.save_only_these_names("attention", "mlp"),
 }
+
+
+COMPILE_SECONDS = 900.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,37 @@ def checkpointed(block: Callable) -> Callable:
     if layout is None or layout.policy == "everything":
         return block
     return jax.checkpoint(block, policy=POLICIES[layout.policy])
+
+
+def compiled(
+    step: Callable, args: tuple, specs: Sequence[PartitionSpec], layout: Layout, target: Target, options: Mapping[str, str]
+) -> aot.Compiled:
+    """A train step ``step(params, moments, batch) -> (params, moments, loss)`` compiled under a layout, its state donated.
+
+    Args:
+      args: of the step, abstract.
+      specs: of all leaves of ``args``; the state comes back as it went in.
+      layout: on an abstract mesh of all devices of ``target``.
+      options: of the compiler.
+
+    Raises:
+      aot.CompilerFailure: the compiler refused, or it does not fit the chip.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    kept = len(leaves) - len(jax.tree.leaves(args[2]))
+    out_specs = [*specs[:kept], PartitionSpec()]
+    assert jax.tree.structure(jax.eval_shape(step, *args)).num_leaves == len(out_specs)
+    mesh = layout.mesh.shape
+
+    def make_fun(abstract: AbstractMesh) -> Callable:
+        def flat(*leaves: Any) -> list:
+            with use(replace(layout, mesh=abstract)):
+                return jax.tree.leaves(step(*jax.tree.unflatten(tree, leaves)))
+
+        return flat
+
+    known = {"timeout": COMPILE_SECONDS, "options": dict(options)}
+    return aot.compile_step(make_fun, leaves, list(specs), out_specs, list(range(kept)), target, tuple(mesh.values()), tuple(mesh), **known)
 
 
 def of_params(layout: Layout, table: Mapping[str, str], tree: Any) -> list[PartitionSpec]:

@@ -15,7 +15,7 @@ from typing import Any
 import bench_models
 import bench_vision
 import jax
-from layouts import Layout, use
+from layouts import Layout, compiled
 from models import Decoder, step_and_args
 
 from jaxauto import aot, hlo
@@ -83,29 +83,10 @@ def as_written(name: str, target: str, policy: str) -> dict[str, Any]:
     """
     step, args = step_of(name, target)
     mesh, where = mesh_of(target), Target(target)
-    leaves, tree = jax.tree.flatten(args)
-    kept = len(leaves) - len(jax.tree.leaves(args[2]))
-    specs = [jax.sharding.PartitionSpec()] * kept + [jax.sharding.PartitionSpec("data")] * (len(leaves) - kept)
-
-    def make_fun(abstract: Any) -> Callable:
-        def flat(*leaves: Any) -> list:
-            with use(Layout(abstract, DATA_PARALLEL, policy)):
-                return jax.tree.leaves(step(*jax.tree.unflatten(tree, leaves)))
-
-        return flat
-
-    result = aot.compile_step(
-        make_fun,
-        leaves,
-        specs,
-        [*specs[:kept], jax.sharding.PartitionSpec()],
-        list(range(kept)),
-        where,
-        tuple(mesh.values()),
-        tuple(mesh),
-        timeout=900,
-        options=dict(COMPILER_OPTIONS[where.chip.platform]),
-    )
+    state, batch = len(jax.tree.leaves(args[:2])), len(jax.tree.leaves(args[2]))
+    specs = [jax.sharding.PartitionSpec()] * state + [jax.sharding.PartitionSpec("data")] * batch
+    layout = Layout(aot.abstract_mesh(tuple(mesh.values()), tuple(mesh)), DATA_PARALLEL, policy)
+    result = compiled(step, args, specs, layout, where, COMPILER_OPTIONS[where.chip.platform])
     return judged(target, mesh, result.text, result.device_bytes)
 
 
