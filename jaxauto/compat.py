@@ -120,6 +120,11 @@ def is_transposed(stack: str) -> bool:
     return "transpose(" in stack
 
 
+def is_made_again(stack: str) -> bool:
+    """Whether a name stack belongs to what ``jax.checkpoint`` recomputes."""
+    return "rematted_computation" in stack
+
+
 def is_key_dtype(dtype: Any) -> bool:
     """Whether these are new-style PRNG keys."""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)

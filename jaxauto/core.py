@@ -181,6 +181,7 @@ class Node:
     scope: str = ""  # name stack, transforms stripped: "decoder/block/attention"
     source: str = ""  # "file.py:12 (function)"
     backward: bool = False  # made by transposition
+    again: bool = False  # a user's jax.checkpoint makes in the backward pass what the forward pass made already
     bodies: tuple[Graph, ...] = ()
     links: tuple[Link, ...] = ()
     trips: int = 1  # how often the bodies run (while: 1, unknown)
@@ -262,7 +263,7 @@ class Estimate:
     peak_memory: float
     memory: Mapping[str, float]  # kind -> bytes: "parameters and state", "activations kept", "transients", ...
     flops: float  # of the whole step on one device
-    mfu: float  # model flops utilisation: flops / step_time / peak
+    mfu: float  # model flops utilisation: flops without recomputation / step_time / peak
     collectives: tuple[Collective, ...] = ()
 
     def as_dict(self) -> dict:

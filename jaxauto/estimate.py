@@ -46,8 +46,11 @@ def local_flops(model: Model, x: np.ndarray) -> float:
 
 
 def written_flops(model: Model) -> float:
-    """Matrix flops of the step as written, all devices together: what model flops utilisation counts."""
-    return sum(operation_flops(op) * op.times for op in model.groups.operations)
+    """Matrix flops of the step, all devices together, without recomputation, the user's own included.
+
+    What model flops utilisation counts (arXiv 2204.02311, appendix B).
+    """
+    return sum(operation_flops(op) * op.times for op in model.groups.operations if not op.node.again)
 
 
 def _widest_dtype(model: Model) -> Any:

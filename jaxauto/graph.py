@@ -121,6 +121,7 @@ class _Builder:
             scope=compat.plain_scope(stack),
             source=compat.source_line(eqn),
             backward=compat.is_transposed(stack),
+            again=compat.is_made_again(stack),
         )
         for x in inputs:
             if not isinstance(x, Literal):

@@ -1,0 +1,61 @@
+"""What an estimate counts."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxauto
+
+WIDTH, HIDDEN, ROWS, LAYERS = 128, 512, 1024, 3
+
+
+def train(params, x, checkpoint, scanned):
+    def block(y, layer):
+        return y + jnp.tanh(jnp.tanh(y @ layer["up"]) @ layer["down"]), None
+
+    block = checkpoint(block)
+
+    def loss(params):
+        y = x
+        if scanned:
+            y, _ = jax.lax.scan(block, y, params)
+        else:
+            for k in range(LAYERS):
+                y, _ = block(y, {name: p[k] for name, p in params.items()})
+        return jnp.sum(y * y)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def struct(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+ARGS = ({"up": struct(LAYERS, WIDTH, HIDDEN), "down": struct(LAYERS, HIDDEN, WIDTH)}, struct(ROWS, WIDTH))
+CHECKPOINTS = {
+    "none": lambda block: block,
+    "all": jax.checkpoint,
+    "dots saved": partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable),
+    "in a loop": partial(jax.checkpoint, prevent_cse=False),
+    "twice": lambda block: jax.checkpoint(jax.checkpoint(block)),
+}
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_model_flops_leave_recomputation_out_the_users_own_too(name, scanned):
+    """A dot of the forward pass has two in the backward pass, but for the first layer's: nothing asks for the gradient of the batch."""
+    step = partial(train, checkpoint=CHECKPOINTS[name], scanned=scanned)
+    plan = jaxauto.plan(step, *ARGS, target="h100:1", certify=False, progress=False)
+    peak = jaxauto.Target("h100:1").chip.peak_flops("float32")
+    dots = 6 * LAYERS - (0 if scanned else 1)
+    expected = dots * 2 * ROWS * WIDTH * HIDDEN
+    assert plan.estimate.mfu * plan.estimate.step_time * peak == pytest.approx(expected)
+    if name in ("all", "in a loop", "twice"):
+        assert plan.estimate.flops > 1.2 * expected
+    elif not any(d.action == "recomputed" for d in plan.remat):
+        assert plan.estimate.flops == pytest.approx(expected)
