@@ -29,11 +29,11 @@ from jaxauto.cost.fusion import live_bytes
 from jaxauto.graph import value_bytes
 from jaxauto.solve.chain import Option, solve_chain
 from jaxauto.solve.descend import descend
-from jaxauto.solve.eliminate import Elimination, eliminate, nearest
+from jaxauto.solve.eliminate import Elimination, eliminate
 from jaxauto.solve.milp import solve_milp
 from jaxauto.solve.model import Model, Program
 from jaxauto.solve.remat import Level, Remat, Variant
-from jaxauto.solve.tighten import TOLERANCE, Effort, least_bytes, tighten
+from jaxauto.solve.tighten import TOLERANCE, Effort, least_bytes, near, tighten
 from jaxauto.strategies import WHOLE, project, shards
 
 _BISECTIONS = 3
@@ -168,7 +168,7 @@ class Search:
             yield from nested
 
     def nested(self, levels: Sequence[Level]) -> list[Level]:
-        """Such as keep what the leanest of ``levels`` does and make again what lies between blocks; none where there is no choice or time."""
+        """With what the leanest of ``levels`` keeps, those that make again what lies between blocks; none without a choice or time."""
         if len(levels) < 2 or self.out_of_time():
             return []
         return self.remat.nested(max((level for level in levels if not level.offloaded), key=lambda level: level.threshold))
@@ -383,16 +383,6 @@ class Search:
 def _dual(model: Model, answer: Elimination, prices: Mapping[int, float], budget_bytes: float) -> float:
     rows = model.problem.rows
     return answer.bound + sum(price * (rows[r].base - budget_bytes) for r, price in prices.items())
-
-
-def near(problem, x: np.ndarray, count: int) -> list[np.ndarray]:
-    """States for the MILP: those that cost least in time and memory next to ``x``, and the leanest."""
-    prices = {r: problem.seconds(x) / max(row.bytes_at(x), 1.0) for r, row in enumerate(problem.rows)}
-    chosen = nearest(*problem.priced(MU[0], prices), x, count)
-    for row in problem.rows:
-        for i, vector in row.vectors.items():
-            chosen[i] = np.union1d(chosen[i], np.argsort(vector, kind="stable")[:2])
-    return chosen
 
 
 def timeline(model: Model, x: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ import numpy as np
 from scipy.optimize import linprog
 
 from jaxauto.solve.dominance import undominated
-from jaxauto.solve.eliminate import eliminate, least_with
+from jaxauto.solve.eliminate import eliminate, least_with, nearest
 from jaxauto.solve.milp import MilpSolution, Status, solve_milp
 from jaxauto.solve.problem import HIDDEN_SHARE, Problem
 
@@ -215,6 +215,16 @@ def _master(problem: Problem, budget_bytes: float, answers: list[np.ndarray]) ->
     dual = np.maximum(-result.ineqlin.marginals, 0.0)
     prices = {r: dual[2 + k] * scale / budget_bytes for k, r in enumerate(rows) if dual[2 + k] > 0}
     return Multipliers(float(np.clip(dual[0], 0.0, 1.0)), prices), float(result.fun) * scale
+
+
+def near(problem: Problem, x: np.ndarray, count: int) -> list[np.ndarray]:
+    """States for a MILP: those that cost least in time and memory next to ``x``, and the leanest."""
+    prices = {r: problem.seconds(x) / max(row.bytes_at(x), 1.0) for r, row in enumerate(problem.rows)}
+    chosen = nearest(*problem.priced(1.0, prices), x, count)
+    for row in problem.rows:
+        for i, vector in row.vectors.items():
+            chosen[i] = np.union1d(chosen[i], np.argsort(vector, kind="stable")[:2])
+    return chosen
 
 
 def least_bytes(problem: Problem, answers: list[np.ndarray]) -> np.ndarray:
