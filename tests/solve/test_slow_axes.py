@@ -55,7 +55,8 @@ def test_the_same_mesh_over_fast_links_carries_activations():
     for rows in (ROWS, FEW_ROWS):
         across, waited, inside = traffic(FAST, rows)
         assert waited > 0.05 * inside
-        assert traffic(SLICES, rows)[0] < 1e-3 * across
+        assert traffic(SLICES, rows)[0] < across
+    assert traffic(SLICES, ROWS)[0] < 1e-3 * traffic(FAST, ROWS)[0]  # so few rows as FEW_ROWS are little to send, even there
 
 
 def test_the_slower_the_links_across_the_less_goes_over_them():
