@@ -1,9 +1,10 @@
 """Windowed einsums: XLA:TPU scatters the sum of a dot's partial results over ``n`` devices beside the dot, as a loop.
 
 Two pieces of the result a trip, one each way round the ring. Of the operand that has the scattered dimension a trip reads the pieces' part,
-the other it reads whole; the pieces pass through HBM as they are added up::
+the other it reads whole; the pieces pass through HBM as they are added up, and where there is a batch the pieces of the operand are copied
+out of it first::
 
-    bytes = operand with the dimension + n/2 · operand without it + 3 · result
+    bytes = (1, with a batch 3) · operand with the dimension + n/2 · operand without it + 3 · result
 
 Seen in schedules of single dots for v5e, v5p and v6e, on meshes of one and two axes: n is 4 to 32; the sum goes to one dimension, of one
 operand alone (no batch), that is not split already; and the flops of the n devices take at least about as long as sending one's
@@ -24,6 +25,7 @@ from jaxauto.strategies import project
 FEWEST = 4  # devices
 PIECES = 2  # of the result in a trip
 ADDED_UP = 2  # times that the result passes through HBM, beside what the dot writes
+COPIED = 2  # times that an operand's pieces do, beside what the dot reads
 
 
 def windowed(
@@ -48,6 +50,7 @@ def windowed(
     fits = (count >= FEWEST) & (count <= mesh.windows) & (count * flops >= added / chip.link_bandwidth)
     here = project(state, factor_dims(op, result))
     once = sum(sizes.values())
+    batch = _batch(op, state, mesh)
     for d, (_, factor) in enumerate(result.dims):
         lacking = [k for k, o in enumerate(op.operands) if all(f != factor for _, f in o.dims)]
         if len(op.operands) - len(lacking) != 1:
@@ -56,7 +59,17 @@ def windowed(
         pairs = (~partial[rows][:, None] | (target == d)[None]).all(-1)
         again = (count / PIECES - 1) * sum(sizes[k] for k in lacking)
         longer = np.maximum(flops, traffic_seconds(once + again, chip)) - np.maximum(flops, traffic_seconds(once, chip))
-        longer = longer + traffic_seconds(ADDED_UP * added, chip)
+        copied = np.where(batch > 1, sum(sizes[k] for k in range(len(op.operands)) if k not in lacking), 0.0)
+        longer = longer + traffic_seconds(ADDED_UP * added + COPIED * copied, chip)
         hidden[rows] |= pairs
         extra[rows] += pairs * longer[rows][:, None]
     return hidden, extra
+
+
+def _batch(op: Operation, state: np.ndarray, mesh: MeshAxes) -> np.ndarray:
+    """How many dots of a batch one device does, for each state."""
+    count = np.ones(len(state))
+    for k, (factor, size) in enumerate(op.factors):
+        if all(any(f == factor for _, f in o.dims) for o in (*op.operands, *op.results)):
+            count *= size / np.where(state == k, np.asarray(mesh.sizes, float), 1.0).prod(-1)
+    return count

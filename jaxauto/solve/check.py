@@ -17,7 +17,7 @@ import numpy as np
 from jaxauto.core import Kind
 from jaxauto.cost.collectives import collective_seconds
 from jaxauto.cost.compute import operation_flops, traffic_seconds
-from jaxauto.cost.windowed import ADDED_UP, FEWEST, PIECES
+from jaxauto.cost.windowed import ADDED_UP, COPIED, FEWEST, PIECES
 from jaxauto.graph import HOST, value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.facts import read_together, spatial_dims
@@ -258,7 +258,10 @@ class _Answer:
         moved = [value_bytes(self.model.values[x.value]) / self.pieces(self.operand(op, x)) for x in (*op.operands, *op.results)]
         again = sum(value_bytes(self.model.values[x.value]) / self.pieces(self.operand(op, x)) for x in lacking) * (count / PIECES - 1)
         longer = max(flops, traffic_seconds(sum(moved) + again, chip)) - max(flops, traffic_seconds(sum(moved), chip))
-        return longer + traffic_seconds(ADDED_UP * added, chip)
+        batch = [k for k, (f, _) in enumerate(op.factors) if all(f in [g for _, g in x.dims] for x in (*op.operands, o))]
+        dots = math.prod(op.factors[k][1] for k in batch) / self.count(a for a, s in enumerate(self.operation[op.node.id]) if s in batch)
+        copied = sum(b for b, x in zip(moved, op.operands, strict=False) if x not in lacking) if dots > 1 else 0.0
+        return longer + traffic_seconds(ADDED_UP * added + COPIED * copied, chip)
 
     # ----------------------------------------------------------------------------------------------------------- passages
 

@@ -98,3 +98,11 @@ def test_a_dot_bound_by_the_matrix_unit_only_adds_up_its_pieces():
     k, m, n = BIG
     assert own == pytest.approx(2 * k * m * n / (chip.flops_efficiency * chip.peak_flops(jnp.bfloat16)))
     assert extra == pytest.approx(2 * 2 * m * n / (chip.bandwidth_efficiency * chip.hbm_bandwidth))
+
+
+def test_of_a_batch_the_pieces_are_copied_first():
+    """The weight gradient of eight experts on each device: pieces of [g, k, n] are copied out, the dots themselves are bound by flops."""
+    k, m, n = 2560, 1024, 3584
+    hidden, extra, _, chip = asked("v5e:2x4", {"a": 8}, (k, m, n), ("k",), (2,), batch=8)
+    assert hidden
+    assert extra == pytest.approx(2 * 8 * (2 * k * n + 2 * m * n) / (chip.bandwidth_efficiency * chip.hbm_bandwidth))
