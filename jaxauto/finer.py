@@ -13,7 +13,7 @@ from typing import Any
 from jaxauto.solve.model import Model
 from jaxauto.solve.search import Candidate, timeline
 
-_QUICK = 10_000  # values of a program that is rewritten in a fraction of a second
+QUICK = 10_000  # values of a program that is rewritten in a fraction of a second
 _LARGE = 0.01  # of all residual bytes: what goes between two answers that differ
 
 
@@ -25,7 +25,7 @@ def finer(solved: Any, base: Candidate, allowed: Any, count: int) -> list[Candid
     """
     known = {c.variant.kept for c in solved.fitting if c.model.mesh == base.model.mesh} | {base.variant.kept}
     found: list[Candidate] = []
-    if len(solved.remat.graph.values) > _QUICK:
+    if len(solved.remat.graph.values) > QUICK:
         count = math.ceil(count / 6)
     for kept in _around(solved.remat, base.variant.kept):
         if len(found) == count:
