@@ -278,7 +278,9 @@ class _Answer:
                 merged = self.model.mesh.sums_whole and self.over_all(axes) and kind in ("all-gather", "reduce-scatter")
                 sizes, links = [self.sizes[a] for a in axes], [self.model.mesh.links[a] for a in axes]
                 seconds = float(collective_seconds("all-reduce" if merged else kind, amount, sizes, links))
-                waits = not beside if self.model.mesh.windows and kind in _SUMS else merged
+                waits = merged or (kind == "all-to-all" and self.model.mesh.windows is not None)
+                if self.model.mesh.windows and kind in _SUMS:
+                    waits = not beside
                 hidden, waited = hidden + seconds * (not waits), waited + seconds * waits
             self.seen[key] = hidden, waited
         return self.seen[key]

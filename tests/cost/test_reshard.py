@@ -78,6 +78,14 @@ def test_a_sum_is_hidden_beside_its_dot_alone(windows, beside, waits):
     assert (hidden, waited) == ((0.0, total) if waits else (total, 0.0))
 
 
+def test_an_exchange_is_waited_for_on_tpu():
+    source, target = np.array([[0, W]], np.int8), np.array([[1, W]], np.int8)
+    tpu = MeshAxes(MESH.names, MESH.sizes, MESH.links, windows=32)
+    total = passage_seconds(source, target, 800.0, MESH)[0, 0]
+    assert tuple(passage_tables(source, target, 800.0, MESH)[:, 0, 0]) == (total, 0.0)
+    assert tuple(passage_tables(source, target, 800.0, tpu)[:, 0, 0]) == (0.0, total)
+
+
 @pytest.mark.parametrize("with_partial", [False, True])
 def test_seconds_are_those_of_the_collectives(with_partial):
     table = states((8, 8), MESH.sizes)
