@@ -27,6 +27,7 @@ _SOURCES = frozenset([
     "stop_gradient", "sub", "threefry2x32", "transpose", "xor",
 ])
 # fmt: on
+_RETYPES = frozenset(["convert_element_type", "copy", "reshape", "transpose"])
 # With these, the operations that alone make no block worth having.
 _LIGHT = frozenset(["reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin", "tanh", "logistic", "erf"])
 
@@ -82,7 +83,7 @@ def closure(block: Block, kept: Collection[int]) -> tuple[tuple[Node, ...], tupl
       kept: ids of values made in the block that stay saved; residuals or any others.
 
     Returns:
-      The nodes to recompute in program order, and the values they read: kept ones, block inputs and outputs, results of nodes with effects.
+      The nodes to recompute in program order, and the values they read: kept ones, block inputs and outputs, results of what runs once.
     """
     producer = {out: node for node in block.forward for out in node.outputs}
     saved = {*kept, *block.outputs}
@@ -93,7 +94,7 @@ def closure(block: Block, kept: Collection[int]) -> tuple[tuple[Node, ...], tupl
     while wanted:
         value = wanted.pop()
         node = producer.get(value)
-        if node is None or value in saved or has_effects(node):
+        if node is None or value in saved or runs_once(node, block.graph):
             reads.add(value)
             continue
         if node.id in nodes:
@@ -107,9 +108,18 @@ def closure(block: Block, kept: Collection[int]) -> tuple[tuple[Node, ...], tupl
     return order, tuple(sorted(reads)) if order else ()
 
 
-def has_effects(node: Node) -> bool:
-    """Whether running the node twice would show (callbacks, prints)."""
-    return bool(node.eqn.effects)
+def runs_once(node: Node, graph: Graph) -> bool:
+    """Whether a node must not, or had better not, run twice: what it does shows (callbacks, prints), or it looks up in an argument.
+
+    A table that is read late cannot be updated in place: the compiler copies all of it to save the few rows.
+    """
+    return bool(node.eqn.effects) or (node.prim == "gather" and _is_argument(node.inputs[0], graph))
+
+
+def _is_argument(x: int | Literal, graph: Graph) -> bool:
+    while isinstance(x, int) and (node := graph.values[x].producer) is not None and node.prim in _RETYPES:
+        x = node.inputs[0]
+    return x in graph.inputs
 
 
 def phases(graph: Graph) -> dict[int, int]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from jaxauto.blocks import Block, has_effects
-from jaxauto.core import Graph, Node, Value
+from jaxauto.blocks import Block, runs_once
+from jaxauto.core import Graph, Node
 from jaxauto.graph import walk
 
 
@@ -48,7 +48,7 @@ def find_reruns(blocks: Iterable[Block], kept: Mapping[int, Collection[int]], re
     inner = inside(blocks, kept)
     found: list[Rerun] = []
     for graph, phase, value in reversed(_places(blocks, wanted)):
-        nodes, reads = behind(graph.values, value, inner | wanted)
+        nodes, reads = behind(graph, value, inner | wanted)
         part = Rerun(graph, phase, tuple(nodes), tuple(reads), frozenset({value}))
         ids = {n.id for n in nodes}
         shared = [r for r in found if ids & {n.id for n in r.nodes}]
@@ -66,15 +66,15 @@ def inside(blocks: Iterable[Block], kept: Mapping[int, Collection[int]]) -> set[
     return gone
 
 
-def behind(values: Mapping[int, Value], value: int, gone: Collection[int]) -> tuple[list[Node], list[int]]:
+def behind(graph: Graph, value: int, gone: Collection[int]) -> tuple[list[Node], list[int]]:
     """The nodes that make ``value`` from what is not ``gone``, in program order, and what they read."""
     nodes: dict[int, Node] = {}
     reads: set[int] = set()
     stack, seen = [value], {value}
     while stack:
         number = stack.pop()
-        node = values[number].producer
-        if node is None or number not in gone or has_effects(node):
+        node = graph.values[number].producer
+        if node is None or number not in gone or runs_once(node, graph):
             reads.add(number)
             continue
         nodes[node.id] = node

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from jaxauto.blocks import Block, has_effects
+from jaxauto.blocks import Block, runs_once
 from jaxauto.core import Node
 from jaxauto.graph import value_bytes
 
@@ -42,7 +42,7 @@ def frontier(block: Block, node_seconds: Callable[[Node], float]) -> list[Drop]:
 class _Greedy:
     def __init__(self, block: Block, node_seconds: Callable[[Node], float]):
         values = block.graph.values
-        self.made: Mapping[int, Node] = {out: node for node in block.forward for out in node.outputs if not has_effects(node)}
+        self.made: Mapping[int, Node] = {out: node for node in block.forward for out in node.outputs if not runs_once(node, block.graph)}
         self.fixed = set(block.outputs)
         self.seconds = {node.id: node_seconds(node) for node in block.forward}
         self.inputs = {node.id: [x for x in node.inputs if isinstance(x, int)] for node in block.forward}

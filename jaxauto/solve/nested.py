@@ -126,7 +126,7 @@ class _Survey:
         late = [u for u in users if u.backward]
         if not late:
             return None
-        again, reads = behind(block.graph.values, number, gone | {number})
+        again, reads = behind(block.graph, number, gone | {number})
         at = position[node.id]
         ready = [position[p.id] for x in reads if (p := block.graph.values[x].producer) is not None and p.id in position]
         start = min(max(ready, default=0), at - 1)
