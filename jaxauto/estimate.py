@@ -10,8 +10,9 @@ import numpy as np
 from jaxauto.core import Collective, Estimate, Kind
 from jaxauto.cost.compute import operation_flops
 from jaxauto.graph import walk
+from jaxauto.solve.live import timeline
 from jaxauto.solve.model import Model
-from jaxauto.solve.search import Candidate, timeline
+from jaxauto.solve.search import Candidate
 from jaxauto.strategies import shards
 
 MEMORY_KINDS = ("parameters", "optimizer state", "batch and other inputs", "activations kept", "gradients and updates", "transients")

@@ -15,7 +15,8 @@ from jaxauto.cost.compute import operation_seconds, traffic_seconds
 from jaxauto.errors import ArgumentError
 from jaxauto.naming import fold_paths, local_shape, mask, mask_all, mask_place, short_source, spec_text
 from jaxauto.options import mesh_axes
-from jaxauto.solve.search import Candidate, timeline
+from jaxauto.solve.live import timeline
+from jaxauto.solve.search import Candidate
 from jaxauto.tables import Section, as_text, duration, share, size
 from jaxauto.targets.target import Target
 from jaxauto.undivided import undivided

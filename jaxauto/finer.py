@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from jaxauto.solve.live import timeline
 from jaxauto.solve.model import Model
-from jaxauto.solve.search import Candidate, timeline
+from jaxauto.solve.search import Candidate
 
 QUICK = 10_000  # values of a program that is rewritten in a fraction of a second
 _LARGE = 0.01  # of all residual bytes: what goes between two answers that differ

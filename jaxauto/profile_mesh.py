@@ -17,8 +17,9 @@ from jaxauto.planner import Options, read, search
 from jaxauto.profile_memory import Profiled
 from jaxauto.rewrite.apply import partition_spec
 from jaxauto.solve.decide import sharding_of_value
+from jaxauto.solve.live import timeline
 from jaxauto.solve.remat import Remat
-from jaxauto.solve.search import Candidate, timeline
+from jaxauto.solve.search import Candidate
 from jaxauto.strategies import WHOLE, shards
 from jaxauto.targets.target import Target, resolve
 

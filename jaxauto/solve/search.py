@@ -25,20 +25,21 @@ import numpy as np
 
 from jaxauto.blocks import closure
 from jaxauto.core import MeshAxes
-from jaxauto.cost.fusion import live_bytes
 from jaxauto.graph import value_bytes
 from jaxauto.solve.chain import Option, solve_chain
 from jaxauto.solve.descend import descend
 from jaxauto.solve.eliminate import Elimination, eliminate
+from jaxauto.solve.live import timeline
 from jaxauto.solve.milp import solve_milp
 from jaxauto.solve.model import Model, Program
 from jaxauto.solve.remat import Level, Remat, Variant
 from jaxauto.solve.tighten import TOLERANCE, Effort, least_bytes, near, tighten
-from jaxauto.strategies import WHOLE, project, shards
+from jaxauto.strategies import shards
 
 _BISECTIONS = 3
 _RAISES = 8
 _LEAN = 8  # rounds in search of the least memory
+_ROOMS = (1.02, 1.05)  # times the least memory so far: what blocks may fill where less is sought by unalike ones
 _NEAR = 6  # states of each variable that the MILP may choose from
 MU = (1.0, 0.5, 0.0)  # weights of compute against prefetching that the dual tries
 _BASES = 8  # answers from which blocks are mixed
@@ -112,7 +113,6 @@ class Search:
         best: Candidate | None = None
         leanest: Candidate | None = None
         fitting: list[Candidate] = []
-        roomy = False
         for number, level in enumerate(self._offered(fitting, levels)):
             for candidate in self._offers(number, level, budget_bytes):
                 if leanest is None or candidate.peak_bytes < leanest.peak_bytes:
@@ -120,10 +120,15 @@ class Search:
                 if candidate.peak_bytes <= budget_bytes:
                     fitting.append(candidate)
                     best = candidate if best is None or candidate.seconds < best.seconds else best
-            roomy = roomy or (number == 0 and best is not None)
+            roomy = self.written is None
             if self.out_of_time() or (roomy and best is not None and best.level < number):
                 break  # without pressure on memory, recomputing more does not help where recomputing less did not
         assert leanest is not None
+        if best is None:
+            leanest = self._leaner(leanest, levels, budget_bytes)
+            if leanest.peak_bytes <= budget_bytes:
+                best = leanest
+                fitting.append(best)
         found = Found(best, leanest, min(self.bounds.values()), {"search": time.monotonic() - started}, fitting=fitting)
         if best is None:
             self._close(found, budget_bytes)
@@ -146,6 +151,14 @@ class Search:
         fitting = [c for c in found if c.peak_bytes <= budget_bytes]
         if fitting:
             yield self._descended(min(fitting, key=lambda c: c.seconds), budget_bytes)
+
+    def _leaner(self, leanest: Candidate, levels: list[Level], budget_bytes: float) -> Candidate:
+        """Blocks mixed for the least memory: where one keeps what it can, what makes that again need not live while it goes backward."""
+        for room in _ROOMS if len(self.remat.graph.values) < QUICK else ():
+            mixed = self._mix(leanest, levels, max(budget_bytes, room * leanest.peak_bytes))
+            if mixed is not None and mixed.peak_bytes < leanest.peak_bytes:
+                leanest, self.models[_MIXED] = mixed, mixed.model
+        return leanest
 
     def _descended(self, candidate: Candidate, budget_bytes: float) -> Candidate:
         """As fast as changes of one decision at a time make it within the budget."""
@@ -383,18 +396,3 @@ class Search:
 def _dual(model: Model, answer: Elimination, prices: Mapping[int, float], budget_bytes: float) -> float:
     rows = model.problem.rows
     return answer.bound + sum(price * (rows[r].base - budget_bytes) for r, price in prices.items())
-
-
-def timeline(model: Model, x: np.ndarray) -> np.ndarray:
-    """Live bytes of one device at each position of the program: buffers, and arrays resharded for one operation."""
-    live = live_bytes(model.buffers, model.buffer_sizes(x))
-    for op in model.groups.operations:
-        at = model.buffers.position.get(op.node.id)
-        if at is None:
-            continue
-        for o in op.operands:
-            here = project(model.state(x, "group", o.group)[None], tuple(d for d, _ in o.dims))[0]
-            there = model.operand_position(x, op, o)
-            if ((here != there) & (here != WHOLE)).any():
-                live[at] += value_bytes(model.values[o.value]) / float(shards(there[None], model.mesh.sizes)[0])
-    return live

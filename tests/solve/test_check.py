@@ -19,9 +19,10 @@ from jaxauto.planner import read
 from jaxauto.solve import model as module
 from jaxauto.solve.check import check
 from jaxauto.solve.fold import fold
+from jaxauto.solve.live import timeline
 from jaxauto.solve.model import Model, Program
 from jaxauto.solve.remat import Remat
-from jaxauto.solve.search import Candidate, Search, timeline
+from jaxauto.solve.search import Candidate, Search
 from jaxauto.targets.target import Target
 
 PLACES = (

@@ -19,11 +19,12 @@ from zoo.programs import KINDS, MESHES, TARGETS, Drawn, draw, random_problem
 from jaxauto.options import mesh_axes
 from jaxauto.planner import read
 from jaxauto.solve.fold import fold
+from jaxauto.solve.live import timeline
 from jaxauto.solve.milp import Status, solve_milp
 from jaxauto.solve.model import Model, Program
 from jaxauto.solve.problem import HIDDEN_SHARE, Problem
 from jaxauto.solve.remat import Remat
-from jaxauto.solve.search import Search, timeline
+from jaxauto.solve.search import Search
 from jaxauto.strategies import states
 from jaxauto.targets.target import Target
 

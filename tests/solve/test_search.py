@@ -80,3 +80,18 @@ def test_the_bound_holds_under_pressure_and_nothing_that_fits_is_faster():
         assert found.best is not None and found.best.peak_bytes <= budget
         assert found.bound <= found.best.seconds * (1 + 1e-9)
         assert all(found.best.seconds <= c.seconds for c in found.fitting)
+
+
+def test_never_worse_than_sharding_first():
+    """The best sharding of the step as written, then the fastest level that fits with it: what a search in two stages finds."""
+    step, args = STEPS["recurrent_scan"]()
+    two_stage, remat = prepared(step, args, {"a": 4, "b": 2}, "h100:8")
+    levels = remat.levels()
+    first = two_stage.run(math.inf, levels[:1]).best
+    assert first is not None
+    then = [two_stage.candidate(two_stage.model(remat.variant(level.kept)), first.x, k) for k, level in enumerate(levels)]
+    for budget in {c.peak_bytes for c in then if c.peak_bytes < first.peak_bytes}:
+        joint, _ = prepared(step, args, {"a": 4, "b": 2}, "h100:8")
+        found = joint.run(budget, levels)
+        assert found.best is not None
+        assert found.best.seconds <= min(c.seconds for c in then if c.peak_bytes <= budget) * (1 + 1e-9)
