@@ -60,7 +60,7 @@ def read_together(variant: Variant, groups: Groups) -> frozenset[tuple[int, int]
         if not node.outputs or node.outputs[0] not in rewritten.origin:
             continue
         original = written[rewritten.origin[node.outputs[0]]].producer
-        if original is None or original.id not in operations or original.id == node.id:
+        if original is None or original.id not in operations or original.id == node.id or node.prim != original.prim:
             continue
         for k, x in enumerate(node.inputs):
             users = rewritten.graph.values[x].users if isinstance(x, int) else ()
