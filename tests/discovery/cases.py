@@ -236,8 +236,8 @@ _CASES = [
     ),
     Case(
         "2-D (SUMMA)",
-        "4 pairs of 8192 × 32768, 16,384 rows",
-        functools.partial(mlp_tower, 8192, 32768, 4, 16384),
+        "2 pairs of 16,384 × 65,536, 16,384 rows",
+        functools.partial(mlp_tower, 16384, 65536, 2, 16384),
         "v5p:4x4x4",
         {"data": 8, "model": 8},
         specs={"0.*": SPLIT},

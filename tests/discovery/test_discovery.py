@@ -123,7 +123,7 @@ def test_keys_and_values_are_gathered_where_heads_are_too_few(name):
 @compiles("2-D (SUMMA)")
 def test_weights_move_along_one_axis_and_activations_along_the_other(name):
     """As in SUMMA (Optimus, arXiv 2104.05343): a block of each operand is gathered from the row or the column of the grid of devices."""
-    weights, rows, layers = 8192 * 32768, 16384 * 8192, 4
+    weights, rows, layers = 16384 * 65536, 16384 * 16384, 2
     gathered = {axes: moved.elements for (kind, axes, _), moved in traffic(name).items() if kind == "all-gather"}
     assert sorted(gathered) == [DATA, MODEL]
     assert sorted(gathered.values()) == pytest.approx([3 * layers * rows / 8, 4 * layers * weights / 8], rel=0.02)
