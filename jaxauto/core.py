@@ -316,8 +316,8 @@ class Decisions:
         would put them off and keep what they read.
       offloaded: values that are in the host's memory between the passes.
       remade: values between blocks that are made again for the backward pass, see ``reruns.py``.
-      in_order: gradients that loops of the backward pass wait for where the compiler is held to the order of the program (XLA:GPU, see
-        ``rewrite/order.py``); None where it is not.
+      in_order: gradients, those summed over devices too, that loops of the backward pass, and recomputations a block later, wait for
+        where the compiler is held to the order of the program (XLA:GPU, see ``rewrite/order.py``); None where it is not.
     """
 
     values: Mapping[int, Sharding] = field(default_factory=dict)

@@ -47,9 +47,12 @@ class _Constraints(Pins):
         self.origin, self.stacked = rewritten.origin, rewritten.stacked
         self.on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
         self.awaited: list = []
+        self.summing: list = []  # gradients that are summed over devices: waited for a block later, the sum runs beside the block
+        self.summed: list = []
 
     def barrier(self, arrays: list) -> list:
-        awaited, self.awaited = self.awaited, []
+        awaited, self.awaited = [*self.awaited, *self.summed], []
+        self.summed, self.summing = self.summing, []
         if not self.on_cpu:
             return super().barrier([*arrays, *awaited])[: len(arrays)]
         return after_last(arrays, awaited)
@@ -57,7 +60,7 @@ class _Constraints(Pins):
     def loop(self) -> None:
         """A compiler that counts memory has finished by then what it can; to wait for it later is to hold it through the loop."""
         if not self.on_cpu:
-            self.awaited = []
+            self.awaited, self.summing, self.summed = [], [], []
 
     def pinned(self, array: Any, sharding: Sharding, *, stacked: bool = False) -> Any:
         if array.ndim != len(sharding) + stacked or jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -73,6 +76,8 @@ class _Constraints(Pins):
             array = array if sharding is None else self.pinned(array, sharding, stacked=number in self.stacked)
         if number in self.decisions.finished:
             self.awaited.append(array)
+        elif number in (self.decisions.in_order or ()):
+            self.summing.append(array)
         return array
 
     def operand(self, node: Node, index: int, array: Any, operands: list) -> Any:
