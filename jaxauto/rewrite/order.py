@@ -47,7 +47,7 @@ class _Order:
         for place, node in enumerate(self.graph.nodes):
             tied = [] if not node.backward else self._loop(node, made) if node.bodies else self._early(node, place)
             if len(tied) > 1:
-                barrier, passed = self.program.barrier([self.names.get(x, x) for x in tied], node)
+                barrier, passed = self.program.barrier(list(dict.fromkeys(self.names.get(x, x) for x in tied)), node)
                 nodes.append(barrier)
                 self.names.update({x: passed[self.names.get(x, x)] for x in tied})
                 made = [] if node.bodies else made

@@ -116,7 +116,7 @@ class _Answer:
         chosen = {v: tuple(map(int, model.states[v][s])) for v, s in enumerate(x)}
         self.group: dict[int, Where] = {g: chosen[model.variable["group", g]] for g in model.groups.groups}
         self.operation: dict[int, Where] = {op.node.id: chosen[model.variable["operation", op.node.id]] for op in model.groups.operations}
-        self.together = read_together(model.variant, model.groups)
+        self.together = read_together(model.variant, model.groups, model.program.known_early)
         self.seen: dict[tuple, tuple[float, float]] = {}  # passages that were met before
 
     def where(self, state: Where, dims: Sequence[int]) -> Where:

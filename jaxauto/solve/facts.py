@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 import numpy as np
 
@@ -48,10 +48,11 @@ def buffer_runs(variant: Variant, groups: Groups) -> np.ndarray:
     return runs
 
 
-def read_together(variant: Variant, groups: Groups) -> frozenset[tuple[int, int]]:
+def read_together(variant: Variant, groups: Groups, weights: Set[int]) -> frozenset[tuple[int, int]]:
     """(node, value) of what recomputed operations read and operations of the backward pass read too: it is gathered once for both.
 
-    Both are taken to want it in the same sharding. In straight code a barrier parts them, see ``recompute.py``; in loops nothing does.
+    Of ``weights`` (what depends on no batch) alone: of activations the two mostly want different parts. Both are taken to want a weight
+    in the same sharding. In straight code a barrier parts them, see ``recompute.py``; in loops nothing does.
     """
     rewritten, written = variant.rewritten, groups.graph.values
     operations = {op.node.id for op in groups.operations}
@@ -63,7 +64,7 @@ def read_together(variant: Variant, groups: Groups) -> frozenset[tuple[int, int]
         if original is None or original.id not in operations or original.id == node.id or node.prim != original.prim:
             continue
         for k, x in enumerate(node.inputs):
-            users = rewritten.graph.values[x].users if isinstance(x, int) else ()
+            users = rewritten.graph.values[x].users if isinstance(x, int) and original.inputs[k] in weights else ()
             if any(user.id in operations and user.backward for user in users):
                 found.add((original.id, original.inputs[k]))
     return frozenset(found)

@@ -72,7 +72,7 @@ class Model:
         self.variable: dict[Key, int] = {}
         self.states: list[np.ndarray] = []
         self.narrowing = self.cached(("narrowing",), lambda: narrowing(program.groups))
-        self.together = self.cached(("together", variant), lambda: read_together(variant, program.groups))
+        self.together = self.cached(("together", variant), lambda: read_together(variant, program.groups, program.known_early))
         self.operation_of: dict[int, Operation] = {}
         self.operations_at: dict[int, list[Operation]] = defaultdict(list)  # position → what runs there
         allowed = allowed or {}

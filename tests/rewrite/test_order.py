@@ -1,0 +1,101 @@
+"""A program held to its order: the same results, and barriers where XLA:GPU would start too early or put off."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from zoo import STEPS
+
+from jaxauto.graph import build, walk
+from jaxauto.rewrite.evaluate import evaluator
+from jaxauto.rewrite.order import in_order
+from jaxauto.rewrite.program import Rewritten
+from jaxauto.trace import trace
+
+VOCABULARY, WIDTH, ROWS = 64, 16, 8
+
+
+def step(params, tokens, labels):
+    """Looked up, three scanned layers, projected, one logit of each row picked."""
+
+    def loss(p):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), p["table"][tokens], p["layers"])
+        logits = jax.nn.log_softmax(x @ p["head"])
+        return -jnp.mean(jnp.take_along_axis(logits, labels[:, None], 1))
+
+    return jax.value_and_grad(loss)(params)
+
+
+def arguments():
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = {"table": (VOCABULARY, WIDTH), "layers": (3, WIDTH, WIDTH), "head": (WIDTH, VOCABULARY)}
+    params = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
+    return params, jnp.arange(ROWS), jnp.arange(ROWS) + 1
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return build(trace(step, arguments()).jaxpr)
+
+
+def head_gradient(graph):
+    (found,) = (x for x in graph.outputs if isinstance(x, int) and graph.values[x].shape == (WIDTH, VOCABULARY))
+    return found
+
+
+def barriers(graph):
+    return [node for node in graph.nodes if node.prim == "optimization_barrier"]
+
+
+def test_a_scatter_of_constants_waits_for_the_loss(graph):
+    result = in_order(Rewritten(graph, {}), frozenset()).graph
+    (barrier,) = barriers(result)
+    labels, loss = barrier.inputs
+    assert jnp.issubdtype(result.values[labels].dtype, jnp.integer) and result.values[loss].shape == ()
+    (scatter,) = (
+        n for n in result.nodes if n.prim.startswith("scatter") and n.outputs[0] in result.values and barrier.outputs[0] in n.inputs
+    )
+    assert result.values[scatter.outputs[0]].shape == (ROWS, VOCABULARY)
+    assert barrier.outputs[1] in result.outputs, "the loss that is returned has passed as well"
+
+
+def test_a_backward_loop_waits_for_the_gradients_before_it(graph):
+    gradient = head_gradient(graph)
+    result = in_order(Rewritten(graph, {}), frozenset({gradient})).graph
+    (barrier,) = (b for b in barriers(result) if gradient in b.inputs)
+    cotangent = next(out for x, out in zip(barrier.inputs, barrier.outputs, strict=True) if x != gradient)
+    (loop,) = (node for node in result.nodes if node.prim == "scan" and node.backward)
+    assert cotangent in loop.inputs[loop.num_consts : loop.num_consts + loop.num_carry]
+    assert result.nodes.index(barrier) < result.nodes.index(loop)
+
+
+def test_a_gradient_made_after_the_loop_is_not_waited_for(graph):
+    (table,) = (x for x in graph.outputs if isinstance(x, int) and graph.values[x].shape == (VOCABULARY, WIDTH))
+    result = in_order(Rewritten(graph, {}), frozenset({table})).graph
+    assert not [b for b in barriers(result) if table in b.inputs]
+
+
+def test_results_are_the_same_bit_for_bit(graph):
+    leaves = jax.tree.leaves(arguments())
+    result = in_order(Rewritten(graph, {}), frozenset({head_gradient(graph)})).graph
+    with jax.disable_jit():
+        for want, got in zip(evaluator(graph)(*leaves), evaluator(result)(*leaves), strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["tied_embeddings", "gradient_accumulation", "recurrent_scan"])
+def test_steps_of_the_zoo(name):
+    zoo_step, args = STEPS[name]()
+    graph = build(trace(zoo_step, args).jaxpr)
+    finished = frozenset(out for node in graph.nodes if node.backward and node.prim == "dot_general" for out in node.outputs)
+    before = [(node.id, node.inputs, node.outputs) for node in walk(graph)]
+    result = in_order(Rewritten(graph, {}), finished)
+    assert [(node.id, node.inputs, node.outputs) for node in walk(graph)] == before, "the graph that came in is as it was"
+    for new, old in result.origin.items():
+        assert result.graph.values[new].shape == graph.values[old].shape
+    leaves = jax.tree.leaves(args)
+    for want, got in zip(jax.jit(evaluator(graph))(*leaves), jax.jit(evaluator(result.graph))(*leaves), strict=True):
+        data = (jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in (want, got))
+        np.testing.assert_allclose(*map(np.asarray, data), rtol=2e-5, atol=1e-6)
