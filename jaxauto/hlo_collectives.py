@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -145,7 +145,14 @@ def collectives(module: Module) -> list[HloCollective]:
         asynchronous = computation.name in wrapped or "AsyncCollectiveStart" in calls
         here = [i for i in computation.instructions if i.opcode in _KIND_OF and not continues(i)]
         found += [_collective(module, computation, i, times=times, asynchronous=asynchronous) for i in here]
-    return found
+    return _with_last_steps(found)
+
+
+def _with_last_steps(found: list[HloCollective]) -> list[HloCollective]:
+    """The permute behind the loop of a windowed einsum is a step of its ring too: the dot's name is all that says so."""
+    rings = {c.op_name: c.role for c in found if c.windowed and c.op_name}
+    last = [c.kind == "collective-permute" == c.role and c.op_name in rings for c in found]
+    return [replace(c, role=rings[c.op_name]) if step else c for c, step in zip(found, last, strict=True)]
 
 
 def background(i: Instruction) -> tuple[str, ...]:

@@ -264,6 +264,21 @@ def test_a_ring_loop_that_counts_by_two():
     assert module.multiplicity == {"main": 1.0, "windowed_dot_general_body_ag": 2.0, "cond": 3.0}
 
 
+@pytest.mark.parametrize(("name", "role"), [("layer/dot_general", "all-gather"), ("layer/roll", "collective-permute")])
+def test_the_last_step_of_a_ring_stands_behind_its_loop(name, role):
+    """The permute that brings the pieces of a windowed einsum home has the name of the dot; another's is one of the program's own."""
+    ring = "source_target_pairs={{0,1},{1,2},{2,3},{3,0}}"
+    text = RING.replace(ring, f'{ring}, metadata={{op_name="layer/dot_general"}}').replace("  ROOT %w =", "  %w =")
+    home = f"""  %x.1 = f32[8,8] get-tuple-element(%w), index=1
+  %home = f32[8,8] collective-permute(%x.1), {ring}, metadata={{op_name="{name}"}}
+  ROOT %r = (u32[], f32[8,8]) tuple(%zero, %home)
+}}
+"""
+    found = hlo.parse(text.rstrip().removesuffix("}") + home).collectives
+    assert {c.name: c.role for c in found} == {"a": "all-gather", "b": "all-gather", "home": role}
+    assert next(c for c in found if c.name == "home").role_bytes == (256 * 4 / 3 if role == "all-gather" else 256 * 4)
+
+
 def test_a_counter_that_runs_away_from_its_bound_is_unknown():
     assert not hlo.parse(RING.replace("direction=LT", "direction=GT")).loops["w"].known
 
