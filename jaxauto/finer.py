@@ -12,9 +12,8 @@ from typing import Any
 
 from jaxauto.solve.live import timeline
 from jaxauto.solve.model import Model
-from jaxauto.solve.search import Candidate
+from jaxauto.solve.search import QUICK, Candidate
 
-QUICK = 10_000  # values of a program that is rewritten in a fraction of a second
 _LARGE = 0.01  # of all residual bytes: what goes between two answers that differ
 
 
@@ -24,7 +23,8 @@ def finer(solved: Any, base: Candidate, allowed: Any, count: int) -> list[Candid
     Args:
       solved: what the search knew (``planner.Solved``). allowed: what users' constraints leave, as ``base`` was searched with.
     """
-    known = {c.variant.kept for c in solved.fitting if c.model.mesh == base.model.mesh} | {base.variant.kept}
+    remade = base.variant.remade
+    known = {c.variant.kept for c in solved.fitting if (c.model.mesh, c.variant.remade) == (base.model.mesh, remade)} | {base.variant.kept}
     found: list[Candidate] = []
     if len(solved.remat.graph.values) > QUICK:
         count = math.ceil(count / 6)
@@ -35,7 +35,7 @@ def finer(solved: Any, base: Candidate, allowed: Any, count: int) -> list[Candid
             continue
         known.add(kept)
         old = base.model
-        model = Model(old.program, solved.remat.variant(kept, base.variant.offloaded), old.mesh, old.chip, allowed, old.cache)
+        model = Model(old.program, solved.remat.variant(kept, base.variant.offloaded, remade), old.mesh, old.chip, allowed, old.cache)
         peak = float(timeline(model, base.x).max())
         found.append(Candidate(model, base.x, model.problem.seconds(base.x), peak, base.level))
     return found

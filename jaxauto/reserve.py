@@ -15,15 +15,14 @@ from typing import Any
 
 from jaxauto.constraints import allowed_states
 from jaxauto.errors import InfeasibleError
-from jaxauto.finer import QUICK, finer
+from jaxauto.finer import finer
 from jaxauto.plan import Plan
-from jaxauto.solve.search import Candidate
+from jaxauto.solve.search import QUICK, Candidate
 
 GAPS = {"tpu": 1.9}  # largest arrays
 _FINER = 24  # answers between the levels that are looked at
-_DEAREST = (
-    0.03  # of a step's time that room may take: what is over the budget by its gaps mostly runs, in the share of memory left out of it
-)
+# Of a step's time that room may take: what is over the budget by its gaps mostly runs, in the share of memory left out of it.
+_DEAREST = 0.03
 
 
 def heap_gaps(candidate: Candidate) -> float:

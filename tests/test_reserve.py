@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -102,6 +105,14 @@ def test_the_nearest_come_first(roomy):
     solved = roomy._bound().solved
     few = [c.variant.kept for c in finer(solved, best(roomy), {}, 2)]
     assert few == [c.variant.kept for c in finer(solved, best(roomy), {}, 5)][:2]
+
+
+def test_answers_between_make_again_what_their_base_does(roomy):
+    solved = roomy._bound().solved
+    model = copy.copy(best(roomy).model)
+    model.variant = solved.remat.variant(model.variant.kept, model.variant.offloaded, frozenset({0}))
+    found = finer(solved, dataclasses.replace(best(roomy), model=model), {}, 3)
+    assert len(found) == 3 and {c.variant.remade for c in found} == {frozenset({0})}
 
 
 def test_certification_takes_an_answer_between_the_levels_where_the_search_has_none(monkeypatch, roomy):

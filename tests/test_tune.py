@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -41,6 +44,14 @@ def test_candidates_differ():
     points = {(c.model.mesh.sizes, c.variant.kept, c.seconds, c.peak_bytes) for c in chosen}
     assert len(points) == len(chosen) > 1
     assert [c.seconds for c in chosen] == sorted(c.seconds for c in chosen)
+
+
+def test_what_makes_other_values_again_is_another_candidate():
+    best = jaxauto.plan(step, *ARGS, target="cpu:8", certify=False).program.solved.found.best
+    model = copy.copy(best.model)
+    model.variant = dataclasses.replace(best.variant, remade=frozenset({1}))
+    other = dataclasses.replace(best, model=model)
+    assert tune.different([best, best, other], 4) == [best, other]
 
 
 def test_a_plan_that_does_not_fit_is_not_chosen(monkeypatch):

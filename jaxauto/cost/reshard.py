@@ -64,11 +64,8 @@ def passage_tables(
         sizes, links = _subset(mesh, axes)
         written = _written(kind, axes, mesh)
         seconds = collective_seconds(written, amount, sizes, links)
-        waits = np.full(
-            len(amount), written != kind or (kind == "all-to-all" and mesh.windows is not None)
-        )  # XLA:TPU runs none beside work
-        if kind in _SUMS and mesh.windows:
-            waits = waited[chosen]
+        alone = kind == "all-to-all" and mesh.windows is not None  # XLA:TPU runs no exchange beside work
+        waits = waited[chosen] if kind in _SUMS and mesh.windows else np.full(len(amount), written != kind or alone)
         tables[0][chosen] += np.where(waits, 0.0, seconds)
         tables[1][chosen] += np.where(waits, seconds, 0.0)
     return tables
