@@ -2,6 +2,8 @@
 
 A cluster is one dot and the fused values that are made of its result before another dot has a say. Then
 - the result itself is not written, nor what only the cluster reads (scores and their maxima before a softmax)     ``Found.absorbed``
+- what needs a sum that takes a pass of its own is not made in it                                                 ``Clusters._first_pass``
+- a result that is written has its own sums and maxima made beside it, without reading it again                   ``Clusters._beside``
 - an elementwise operand is not written either: a dot reads what that is made of (a convolution would make it     ``Clusters.feed``
   once for each tap)
 - HBM traffic runs beside the flops: of B bytes only what exceeds ``flops * bytes_per_flop`` costs time            ``Clusters._charge``
@@ -13,10 +15,10 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from jaxauto.core import Kind, Node, OpRule, Value
+from jaxauto.cost.patterns import ROW, is_deep, is_flat
 from jaxauto.graph import value_bytes
 
 FUSING = frozenset({Kind.DOT, Kind.CONV})
-ROW = 4096  # elements: a softmax over more does not fit a fusion, its operand is written
 _WALLS = frozenset({"optimization_barrier", "scan", "while", "cond"})
 
 
@@ -39,12 +41,6 @@ class _Cluster:
     stored: list[int] = field(default_factory=list)
     read: set[int] = field(default_factory=set)
     fed: dict[int, frozenset[int]] = field(default_factory=dict)  # elementwise operand → what it is made of
-
-
-def is_select(node: Node) -> bool:
-    """A scatter of one element into each row (the gradient of a loss that picks labels), which the compiler writes as a comparison."""
-    numbers = node.params.get("dimension_numbers")
-    return bool(getattr(numbers, "operand_batching_dims", ())) and not numbers.update_window_dims
 
 
 class Clusters:
@@ -73,24 +69,24 @@ class Clusters:
         """Args: start: position of each value that has a buffer. kept: dot results that must keep theirs (of the program, of loops)."""
         result = Found()
         owner = self._owners(start, kept)
+        beside = self._beside(start, owner)
+        until: dict[int, int] = {number: self.stored[number][1] for number in owner}
         wanted = self.used | kept  # outside of the fusion that makes them
         for number, (roots, at) in self.stored.items():
             dot = owner.get(number)
             mine = {r for r in roots if r == dot or (dot is not None and owner.get(r) == dot)}
             wanted |= roots - mine
-            if dot is None:
+            if dot is not None:
+                cluster = self._cluster(dot)
+                cluster.stored.append(number)
+                cluster.read |= roots - mine
+                until[dot] = max(until.get(dot, 0), at)
+            elif number in beside:
+                self._cluster(beside[number]).read |= roots - {beside[number]}
+            elif not self._of_the_same_pass(number, roots):
                 for root in roots:
                     result.reads[root] = result.reads.get(root, 0.0) + 1.0
-                continue
-            node = self.values[dot].producer
-            assert node is not None
-            cluster = self.clusters.setdefault(node.id, _Cluster(node))
-            cluster.stored.append(number)
-            cluster.read |= roots - mine
-            result.absorbed[dot] = max(result.absorbed.get(dot, 0), at)
-        for number in owner:
-            if number not in wanted:
-                result.absorbed[number] = self.stored[number][1]
+        result.absorbed.update({number: at for number, at in until.items() if number not in wanted})
         for cluster in self.clusters.values():
             self._charge(cluster, result)
         return result
@@ -129,8 +125,8 @@ class Clusters:
         members: dict[int, list[int]] = {}
         for number, dot in owner.items():
             members.setdefault(dot, []).append(number)
-        sole = {d for d, numbers in readers.items() if all(owner.get(n) == d for n in numbers) and self._one_pass(members[d])}
-        return {number: dot for number, dot in owner.items() if dot in sole}
+        sole = {d for d, numbers in readers.items() if all(owner.get(n) == d for n in numbers)}
+        return {number: dot for dot in sole for number in self._first_pass(dot, members[dot])}
 
     def _fuses(self, number: int, kept: Set[int]) -> bool:
         value = self.values[number]
@@ -145,10 +141,61 @@ class Clusters:
             return False
         return self.rules[user.id].kind not in FUSING | {Kind.GATHER, Kind.SCATTER, Kind.OPAQUE}
 
-    def _one_pass(self, numbers: list[int]) -> bool:
-        """Whether a fusion can make all of them from a dot: not if one sums long rows (a loss over a vocabulary) that another needs."""
-        needed = (n for n in numbers if any(n in self.stored[other][0] for other in numbers))
-        return all(self._row(n) <= ROW for n in needed)
+    def _first_pass(self, dot: int, numbers: list[int]) -> list[int]:
+        """Which of them a fusion can make of a dot: not what needs the sum of long rows (a loss over a vocabulary), or of rows of something
+        else that is as wide (a softmax's gradient), or any sum of scores that are alone (``patterns.py``)."""
+        node = self._node(dot)
+        limit = 1 + 1e-9 if is_deep(node) or is_flat(self.values[dot]) else ROW
+        found: list[int] = []
+        waited_for: set[int] = set()
+        for n in sorted(numbers, key=lambda n: self.stored[n][1]):
+            roots = self.stored[n][0]
+            late = bool(roots & waited_for)
+            if not late:
+                found.append(n)
+            wide = any(r != dot and r not in numbers and self._is_wide(r, dot) for r in roots)
+            if late or self._row(n) >= (1 + 1e-9 if wide else limit):
+                waited_for.add(n)
+        return found
+
+    def _beside(self, start: Mapping[int, int], owner: Mapping[int, int]) -> dict[int, int]:
+        """Sum or maximum of a dot's result → the dot: made as the result is written, which is not read for it."""
+        found: dict[int, int] = {}
+        made: dict[int, set[int]] = {}  # stored value → dots it is made of, through others
+        for number, (roots, _) in sorted(self.stored.items(), key=lambda item: item[1][1]):
+            made[number] = {d for r in roots for d in made.get(r, ())}
+            dots = {r for r in roots if r in start and r not in self.stored and self._is_dot(r)}
+            node = self.values[number].producer
+            last = max(dots, key=start.__getitem__, default=None)
+            alone = number not in owner and last is not None and last not in made[number]
+            if alone and node is not None and self.rules[node.id].kind is Kind.REDUCE and self._goes_along(self._node(last), node):
+                found[number] = last
+            made[number] |= dots
+        return found
+
+    def _of_the_same_pass(self, number: int, roots: frozenset[int]) -> bool:
+        """The sum of an exp, made in the pass that writes the exp."""
+        node = self.values[number].producer
+        if node is None or self.rules[node.id].kind is not Kind.REDUCE or len(roots) != 1:
+            return False
+        (root,) = roots
+        return root in self.stored and self.rules[self._node(root).id].kind is Kind.EXPENSIVE
+
+    def _is_dot(self, number: int) -> bool:
+        node = self.values[number].producer
+        return node is not None and node.id in self.rules and self.rules[node.id].kind in FUSING
+
+    def _is_wide(self, number: int, dot: int) -> bool:
+        return 2 * self.values[number].aval.size >= self.values[dot].aval.size
+
+    def _node(self, number: int) -> Node:
+        node = self.values[number].producer
+        assert node is not None
+        return node
+
+    def _cluster(self, dot: int) -> _Cluster:
+        node = self._node(dot)
+        return self.clusters.setdefault(node.id, _Cluster(node))
 
     def _row(self, number: int) -> float:
         """How many elements one element is the sum of."""

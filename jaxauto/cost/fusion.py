@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule, Value
-from jaxauto.cost.clusters import ROW, Clusters, is_select
+from jaxauto.cost.clusters import Clusters
 from jaxauto.cost.order import in_donated, schedule
+from jaxauto.cost.patterns import is_select, is_softmax, is_strided, keeps_exp
 from jaxauto.graph import value_bytes
 
 _WRITES = frozenset({Kind.DOT, Kind.CONV, Kind.GATHER, Kind.SCATTER, Kind.SCAN, Kind.OPAQUE, Kind.CONTROL, Kind.REDUCE})
@@ -109,7 +110,8 @@ class _Fusion:
         self.unwritten = {*graph.inputs, *graph.consts}
 
     def kind(self, node: Node) -> Kind:
-        kind = self.rules[node.id].kind if node.id in self.rules and "space" not in node.params else Kind.CONTROL
+        known = node.id in self.rules and "space" not in node.params and not (self.clusters and is_strided(node))
+        kind = self.rules[node.id].kind if known else Kind.CONTROL
         return Kind.CHEAP if kind is Kind.SCATTER and self.clusters and is_select(node) else kind
 
     def run(self) -> Buffers:
@@ -196,9 +198,12 @@ class _Fusion:
         roots = frozenset().union(*(self.roots(x) for x in operands)) if operands else frozenset()
         if kind in self.made_once or (kind not in _WRITES and any(x in self.virtual and x in self.costly for x in operands)):
             self.costly.add(number)
-        if kind is Kind.EXPENSIVE or (kind not in _WRITES and any(x in self.virtual and x in self.heavy for x in operands)):
+        sums = [u for u in value.users if self.kind(u) is Kind.REDUCE] if self.clusters and kind is Kind.EXPENSIVE else []
+        softmax = is_softmax(value, sums)
+        inherits = kind not in _WRITES and any(x in self.virtual and x in self.heavy for x in operands)
+        if (kind is Kind.EXPENSIVE and not softmax) or inherits:
             self.heavy.add(number)
-        if self.clusters and kind is Kind.EXPENSIVE and self.is_summed(value):
+        if softmax and keeps_exp(value, sums):
             self.summed.add(number)
         moved = (kind is Kind.MOVE and node.prim != "transpose") or any(x in self.moved for x in operands)  # a transpose is a layout
         wanted = kind in _WRITES or number in outputs or any(self.is_read(value, u, roots) for u in value.users)
@@ -263,12 +268,6 @@ class _Fusion:
             return False
         wide = sum(2 * self.values[r].aval.size >= value.aval.size for r in roots)
         return value.id in self.costly or wide > 1 or len(roots) > _MAX_ROOTS
-
-    def is_summed(self, value: Value) -> bool:
-        """An exp whose sum is needed before it is used again (softmax): the second pass reads it."""
-        sums = [u for u in value.users if self.kind(u) is Kind.REDUCE]
-        rows = [value.aval.size / max(1, self.values[u.outputs[0]].aval.size) for u in sums]
-        return 0 < len(sums) < len(value.users) and max(rows) <= ROW
 
     def roots(self, number: int) -> frozenset[int]:
         return self.virtual.get(number, frozenset((number,)))
@@ -358,12 +357,14 @@ class _Fusion:
         stacked = {link.target: link.source for link in node.links if link.kind is LinkKind.YS}
         shared = {link.target for link in node.links if link.kind in (LinkKind.CONST, LinkKind.XS)}
         self.enter(node, begin)
+        made = {link.target for link in node.links if link.kind is LinkKind.CONST and link.source in self.virtual}  # in each trip
         for body in node.bodies:
             outputs = {x for x in body.outputs if isinstance(x, int)}
             self.bound |= outputs
             for number in body.inputs:
                 self.start[number] = begin + 1
                 self.unwritten.add(number)
+            self.virtual.update({link.target: frozenset() for link in node.links if link.target in made})
             self.in_place |= {x for x in outputs & {*stacked.values()} if body.outputs.count(x) == 1 and x not in body.inputs}
             self.visit(body, outputs)
             self.copy_summed()

@@ -41,8 +41,8 @@ def softmax_of_scores(q, k):
 
 
 def test_a_softmax_keeps_its_exp_and_nothing_else():
-    graph, buffers = on_tpu(softmax_of_scores, array(64, 16), array(64, 16))
-    wide = [n for n in buffers.ids if graph.values[int(n)].shape == (64, 64)]
+    graph, buffers = on_tpu(jax.vmap(softmax_of_scores), array(2, 64, 16), array(2, 64, 16))
+    wide = [n for n in buffers.ids if graph.values[int(n)].shape == (2, 64, 64)]
     assert [graph.values[int(n)].producer.prim for n in wide] == ["exp"]
 
 
@@ -78,3 +78,79 @@ def test_the_gradient_of_a_loss_is_made_beside_it():
     wide = [(s, e) for n, s, e in zip(buffers.ids, buffers.start, buffers.end, strict=True) if graph.values[int(n)].shape == (64, 8192)]
     at_once = max(sum(s <= p <= e for s, e in wide) for p in range(buffers.length))
     assert at_once >= 2
+
+
+def attention(scores, mixed, dtype=jnp.float32):
+    def fn(q, k):
+        weights = jax.nn.softmax(jnp.einsum(scores, q, k, preferred_element_type=dtype).astype(jnp.float32))
+        return jnp.einsum(mixed, weights.astype(q.dtype), k)
+
+    return fn
+
+
+def near(reads):
+    """But for the rows' sums, which are small."""
+    return pytest.approx(reads, abs=0.02)
+
+
+def passes(fn, *args, shape, of="reads"):
+    """How often fused equations read (write) each array of ``shape``, by the primitive that makes it."""
+    graph, buffers = on_tpu(fn, *args)
+    found = zip(buffers.ids, getattr(buffers, of), strict=True)
+    return {graph.values[int(n)].producer.prim: float(x) for n, x in found if graph.values[int(n)].shape == shape}
+
+
+ONCE, TWICE = {"exp": 0.0}, {"dot_general": 1.0}
+APART = {"dot_general": 1.0, "exp": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("group", "head_dim", "kept"), [(4, 64, ONCE), (1, 64, TWICE), (4, 128, APART), (1, 128, TWICE)], ids=["fused", "flat", "deep", "both"]
+)
+def test_what_a_softmax_fuses_with_depends_on_its_scores(group, head_dim, kept):
+    """A dimension of one element: the exp is made again. A long head dimension: it is written by a pass that sums it too."""
+    fn = attention("blhgk,bmhk->bhglm", "bhglm,bmhk->blhgk")
+    graph, buffers = on_tpu(fn, array(2, 512, 2, group, head_dim), array(2, 1024, 2, head_dim))
+    wide = {n: r for n, r in zip(buffers.ids, buffers.reads, strict=True) if graph.values[int(n)].aval.size == 2 * 2 * group * 512 * 1024}
+    assert {graph.values[int(n)].producer.prim: float(r) for n, r in wide.items()} == near(kept)
+
+
+@pytest.mark.parametrize(("row", "kept"), [(2048, ONCE), (4096, APART), (16384, TWICE)])
+def test_a_softmax_over_long_rows_sums_in_a_pass_of_its_own(row, kept):
+    fn = attention("blhk,bmhk->bhlm", "bhlm,bmhk->blhk")
+    assert passes(fn, array(2, 2048, 4, 8), array(2, row, 4, 8), shape=(2, 4, 2048, row)) == near(kept)
+
+
+def test_a_softmax_of_a_matrix_makes_its_exp_again():
+    assert passes(softmax_of_scores, array(512, 16), array(1024, 16), shape=(512, 1024)) == near(TWICE)
+
+
+def test_a_gradient_of_scores_waits_for_the_sum_of_its_rows():
+    """The sum needs the weights beside the dot's result: a second pass reads that."""
+
+    fn = attention("blhk,bmhk->bhlm", "bhlm,bmhk->blhk", jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((2, 64, 4, 8), jnp.bfloat16)
+    found = passes(jax.grad(lambda q, k: jnp.sum(fn(q, k)), (0, 1)), q, q, shape=(2, 4, 64, 64))
+    assert found["dot_general"] == 1.0 and "convert_element_type" in found
+
+
+def test_a_bias_gradient_does_not_part_a_dot_from_what_is_made_of_it():
+    def fn(x, w, pre):
+        back = (x @ w) * (1 - jnp.tanh(pre)) * pre
+        return back, jnp.sum(back, 0) * 2.0
+
+    graph, buffers = on_tpu(fn, array(8192, 16), array(16, 32), array(8192, 32))
+    assert "dot_general" not in made_by(graph, buffers)
+
+
+def test_a_written_result_has_its_maximum_made_beside_it():
+    def fn(x, w):
+        logits = x @ w
+        return logits, jnp.max(logits, -1)
+
+    assert passes(fn, array(64, 16), array(16, 8192), shape=(64, 8192)) == {"dot_general": 0.0}
+
+
+def test_strided_slices_and_dilating_pads_are_passes_of_their_own():
+    graph, buffers = on_tpu(lambda x: jnp.tanh(jax.lax.pad(jnp.exp(x[::2]) + 1, 0.0, [(0, 0, 1), (0, 0, 0)])) + 1, X)
+    assert made_by(graph, buffers) == ["slice", "add", "pad", "add"]

@@ -1,0 +1,49 @@
+"""What equations look like that the TPU compiler fuses in ways of its own; read off its schedules (scripts/results/softmax.md)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from jaxauto.core import Node, Value
+
+ROW = 4096  # elements: a softmax over as many does not fuse with the dot that makes its operand
+LONG = 8192  # elements: over more (seen at 32,768) it writes no exp either
+DEPTH = 112  # elements of a head dimension: seen fused up to here, apart from 127 on
+
+
+def is_deep(node: Node) -> bool:
+    """A dot that makes scores of four dimensions or more over a long head dimension: it does not wait for a softmax's sum."""
+    if node.prim != "dot_general" or len(node.eqn.outvars[0].aval.shape) < 4:
+        return False
+    left, contracted = node.eqn.invars[0].aval, node.params["dimension_numbers"][0][0]
+    return math.prod(left.shape[d] for d in contracted) > DEPTH
+
+
+def is_flat(value: Value) -> bool:
+    """Scores that are a matrix or have a dimension of one element."""
+    return len(value.shape) < 3 or 1 in value.shape
+
+
+def is_strided(node: Node) -> bool:
+    """A slice or pad that moves elements apart or together, which the compiler fuses with nothing."""
+    if node.prim == "slice":
+        return max(node.params["strides"] or (1,)) > 1
+    return node.prim == "pad" and any(inside for _, _, inside in node.params["padding_config"])
+
+
+def is_select(node: Node) -> bool:
+    """A scatter of one element into each row (the gradient of a loss that picks labels), which the compiler writes as a comparison."""
+    numbers = node.params.get("dimension_numbers")
+    return bool(getattr(numbers, "operand_batching_dims", ())) and not numbers.update_window_dims
+
+
+def is_softmax(value: Value, sums: Iterable[Node]) -> bool:
+    """An exp (``sums``: its users that reduce it) whose sum is needed before it is used again."""
+    return 0 < len(list(sums)) < len(value.users)
+
+
+def keeps_exp(value: Value, sums: Iterable[Node]) -> bool:
+    """Whether the exp of a softmax is written with its sums, for the second pass to read. Else both passes make it from the scores."""
+    rows = [value.aval.size / max(1, user.eqn.outvars[0].aval.size) for user in sums]
+    return max(rows) <= LONG and not is_flat(value)

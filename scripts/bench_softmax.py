@@ -1,0 +1,81 @@
+"""Passes over the scores of attention, estimated and compiled for one TPU: python scripts/bench_softmax.py. Writes results/softmax.md.
+
+What ``jaxauto/cost/patterns.py`` says of a softmax was read off these programs: heads as a batch dimension, grouped queries, one query to
+a group; scores in float32 or in bfloat16; short and long heads; rows of 512 to 4,096 keys; alone and with gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import jaxauto  # noqa: E402
+from jaxauto import hlo  # noqa: E402
+from jaxauto.verify import compile_ahead, schedule_of  # noqa: E402
+
+FORMS = {  # queries, keys: groups and heads; the two einsums
+    "a head to a batch dimension": (((16,), (16,)), "blhk,bmhk->bhlm", "bhlm,bmhk->blhk"),
+    "one query to a group": (((16, 1), (16,)), "blhgk,bmhk->bhglm", "bhglm,bmhk->blhgk"),
+    "four queries to a group": (((4, 4), (4,)), "blhgk,bmhk->bhglm", "bhglm,bmhk->blhgk"),
+    "all queries in a group": (((16,), ()), "blgk,bmk->bglm", "bglm,bmk->blgk"),
+}
+ROWS = (512, 1024, 2048, 4096)
+HEADS, SCORES = (64, 128), 2**27  # elements
+FEWEST = 1.0  # bytes for an element of the scores: what moves less is not listed
+
+
+def program(form: str, depth: int, row: int, dtype: str, kind: str) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
+    """Causal attention (its gradients) and its arguments."""
+    (queries, keys), scores, mixed = FORMS[form]
+    batch = max(2, SCORES // (16 * row * row))
+
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        found = jnp.einsum(scores, q, k, preferred_element_type=dtype).astype(jnp.float32) * depth**-0.5
+        weights = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((row, row), bool)), found, -1e9)).astype(q.dtype)
+        return jnp.einsum(mixed, weights, v)
+
+    def backward(q: jax.Array, k: jax.Array, v: jax.Array, d: jax.Array) -> tuple[jax.Array, ...]:
+        return jax.vjp(attention, q, k, v)[1](d)
+
+    q, k = (jax.ShapeDtypeStruct((batch, row, *heads, depth), jnp.bfloat16) for heads in (queries, keys))
+    return (attention, [q, k, k]) if kind == "alone" else (backward, [q, k, k, q])
+
+
+def measure(target: str, form: str, depth: int, row: int, dtype: str, kind: str) -> str:
+    """A table row: milliseconds estimated and of the schedule, bytes that each fusion moves for an element of the scores."""
+    fn, args = program(form, depth, row, dtype, kind)
+    plan = jaxauto.plan(fn, *args, target=target, certify=False, progress=False)
+    schedule = schedule_of(plan, hlo.parse(compile_ahead(plan, 900).text))
+    elements = max(2, SCORES // (16 * row * row)) * 16 * row * row
+    moved = sorted((r.hbm_bytes * r.count / elements for r in schedule.breakdown), reverse=True)
+    passes = ", ".join(f"{b:.1f}" for b in moved if b > FEWEST)
+    told, found = plan.estimate.compute_time, schedule.compute_seconds
+    return f"| {form} | {depth} | {row:,} | {dtype} | {kind} | {1e3 * told:.2f} | {1e3 * found:.2f} | {told / found - 1:+.1%} | {passes} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="v5e:1")
+    target = parser.parse_args().target
+    head = (
+        "| scores | head dimension | keys | made in | program | ms estimated | of the schedule | error | bytes of each fusion for a score |"
+    )
+    lines = ["# Passes over the scores of attention", "", f"Made by scripts/bench_softmax.py on {target}; jax {jax.__version__}.", "", head]
+    lines.append("|---|" + "---|" * 8)
+    for form, depth, dtype, kind, row in itertools.product(FORMS, HEADS, ("float32", "bfloat16"), ("alone", "with gradients"), ROWS):
+        lines.append(measure(target, form, depth, row, dtype, kind))
+        print(lines[-1], flush=True)
+    (HERE / "results" / "softmax.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
