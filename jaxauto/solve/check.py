@@ -158,7 +158,8 @@ class _Answer:
         for e in self.model.groups.edges:
             times = e.times + self.model.variant.extra.get(e.node, 0)
             for part in self.edge(e):
-                self.charge(total, self.resource(e.value, e.result), times, part)
+                ends = e.node == -1 and e.value in self.model.groups.graph.outputs
+                self.charge(total, "blocking" if ends else self.resource(e.value, e.result), times, part)
         for exchanged in self.halos():
             total["blocking"] += exchanged
         for sent, pieces in self.sent():

@@ -73,6 +73,7 @@ class Model:
         self.states: list[np.ndarray] = []
         self.narrowing = self.cached(("narrowing",), lambda: narrowing(program.groups))
         self.together = self.cached(("together", variant), lambda: read_together(variant, program.groups, program.known_early))
+        self.final = frozenset(x for x in self.groups.graph.outputs if isinstance(x, int))
         self.operation_of: dict[int, Operation] = {}
         self.operations_at: dict[int, list[Operation]] = defaultdict(list)  # position → what runs there
         allowed = allowed or {}
@@ -257,11 +258,15 @@ class Model:
             return "prefetch"
         return "blocking"
 
+    def edge_resource(self, e: Edge) -> str:
+        """What leaves the step at its end has nothing left to hide behind."""
+        return "blocking" if e.node < 0 and e.value in self.final else self.resource_of(e.value, e.result)
+
     def _edges(self) -> None:
         count: dict[tuple, float] = defaultdict(float)
         for e in self.groups.edges:
             a, b = self.var("group", e.source), self.var("group", e.target)
-            resource = self.resource_of(e.value, e.result)
+            resource = self.edge_resource(e)
             key = (a, b, e.dims, e.reduced, self.edge_bytes(e), self.passage_bytes(e.result), resource)
             count[key] += e.times + self.variant.extra.get(e.node, 0)
         for (a, b, dims, reduced, bytes_, result_bytes, resource), times in count.items():
@@ -381,7 +386,7 @@ class Model:
 
     def _edge_collectives(self, e: Edge, source: np.ndarray, target: np.ndarray) -> list:
         here, there, partial, sizes = edge_layout(source, target, e.dims, e.reduced, self.mesh.sizes)
-        resource = self.resource_of(e.value, e.result)
+        resource = self.edge_resource(e)
         steps = self._passage(here[0], there[0], self.edge_bytes(e))
         if partial.any():
             unsplit = np.full_like(here[0], WHOLE)
