@@ -112,7 +112,7 @@ def _operations(plan: Plan, best: Candidate) -> Section:
         state = model.state(best.x, "operation", op.node.id)[None]
         name = _place(op.node) + ("  (backward)" if op.node.backward else "")
         times = model.again(op.node.id)
-        total[name] += times * float(operation_seconds(op, model.values, state, model.mesh.sizes, model.chip)[0])
+        total[name] += times * float(operation_seconds(op, model.values, state, model.mesh.sizes, model.chip, model.near)[0])
         count[name] += times
     b = model.buffers
     times = [model.groups.times[p.id] if (p := model.values[int(n)].producer) else 1 for n in model.variant.origin]

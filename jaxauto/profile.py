@@ -294,10 +294,8 @@ class _Profiler:
         bytes_ = self.traffic.bytes_(node, rule, share)
         seconds = None
         if self.chip is not None:
-            seconds = self.traffic.seconds(node, rule, share)
-            if matmul:
-                seconds = max(seconds, matmul / (self.chip.flops_efficiency * self.chip.peak_flops(_operand_dtype(node, self.values))))
-            seconds *= times
+            rate = self.chip.flops_efficiency * self.chip.peak_flops(_operand_dtype(node, self.values)) if matmul else math.inf
+            seconds = self.traffic.seconds(node, rule, share, matmul / rate) * times
         return Phase(flops * times, matmul * times, bytes_ * times, seconds)
 
     def phases(self, nodes: Iterable[Node], costs: Mapping[int, Phase]) -> dict[str, Phase]:

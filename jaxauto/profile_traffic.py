@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxauto.core import OPERATIONS, Node, OpRule
-from jaxauto.cost.compute import traffic_seconds
+from jaxauto.core import OPERATIONS, Kind, Node, OpRule
+from jaxauto.cost.compute import bytes_per_flop, traffic_seconds
 from jaxauto.cost.fusion import Buffers, find_buffers
+from jaxauto.cost.onchip import SHARE, fleeting, near_bytes
 from jaxauto.graph import value_bytes, walk
 from jaxauto.profile_memory import Profiled
-from jaxauto.solve.model import FLEETING, VMEM_SHARE
 
 
 class Traffic:
@@ -30,18 +32,24 @@ class Traffic:
             whole = find_buffers(program.graph, dict(program.rules), program.aliased, "tpu")
         self.moved = _by_node(program, whole, np.ones(len(whole.ids)))
         self.waited = _by_node(program, program.buffers, self._off_chip()) if on_tpu else self.moved
+        dots = {number: rule for number, rule in program.rules.items() if rule.kind is Kind.DOT}
+        rate = bytes_per_flop(chip) if on_tpu else 0.0
+        self.near = near_bytes(program.graph, dots, program.buffers, fleeting(program.buffers), rate) if on_tpu else {}
 
     def bytes_(self, node: Node, rule: OpRule, share: float) -> float:
         """Of one run."""
-        return self._operation(node, rule, share) if rule.kind in OPERATIONS else self.moved.get(node.id, 0.0)
+        return self.moved.get(node.id, 0.0) + (self._operation(node, rule, share, {}) if rule.kind in OPERATIONS else 0.0)
 
-    def seconds(self, node: Node, rule: OpRule, share: float) -> float:
-        """Of one run."""
-        bytes_ = self._operation(node, rule, share) if rule.kind in OPERATIONS else self.waited.get(node.id, 0.0)
-        return float(traffic_seconds(bytes_, self.chip))
+    def seconds(self, node: Node, rule: OpRule, share: float, work: float) -> float:
+        """Of one run; ``work``: seconds of the matrix unit."""
+        own = self._operation(node, rule, share, self.near) if rule.kind in OPERATIONS else 0.0
+        return max(work, float(traffic_seconds(own, self.chip))) + float(traffic_seconds(self.waited.get(node.id, 0.0), self.chip))
 
-    def _operation(self, node: Node, rule: OpRule, share: float) -> float:
+    def _operation(self, node: Node, rule: OpRule, share: float, near: Mapping[int, float]) -> float:
         arrays = [x for x in (*node.inputs, *node.outputs) if isinstance(x, int)]
+        if near:
+            fits = SHARE * self.chip.vmem_bytes
+            arrays = [x for x in arrays if near.get(x, math.inf) / self.program.pieces(x) > fits]
         whole = sum(value_bytes(self.values[x]) / self.program.pieces(x) for x in arrays)
         return whole if rule.bytes_ is None else min(whole, rule.bytes_ / share)
 
@@ -49,17 +57,20 @@ class Traffic:
         """For each buffer 1, or 0 where it lives shortly and fits on-chip memory."""
         b = self.program.buffers
         local = b.bytes_ / np.array([self.program.pieces(int(n)) for n in b.ids])
-        near = (b.end - b.start <= FLEETING) & ~b.is_input & (local <= VMEM_SHARE * self.chip.vmem_bytes)
+        near = fleeting(b) & (local <= SHARE * self.chip.vmem_bytes)
         return np.where(near, 0.0, 1.0)
 
 
 def _by_node(program: Profiled, buffers: Buffers, weight: np.ndarray) -> dict[int, float]:
-    """Node id → bytes of one run that fused equations move. A buffer's reads are shared by its readers; the rest is its maker's."""
+    """Node id → bytes of one run that fused equations move. A buffer's reads are shared by its readers; the rest is its maker's, of what
+    the program is given its first user's."""
     values = program.graph.values
     index = {int(n): k for k, n in enumerate(buffers.ids)}
     size = {n: float(buffers.bytes_[k] * weight[k]) / program.pieces(n) for n, k in index.items()}
     readers = Counter(x for roots in buffers.read_at.values() for x in roots)
     total: dict[int, float] = {}
+    given = {n: values[n].users for n, k in index.items() if values[n].producer is None and n not in readers and buffers.reads[k]}
+    unread = {users[0].id: n for n, users in given.items() if users}
     for node in walk(program.graph):
         bytes_ = 0.0
         for x in buffers.read_at.get(node.id, ()):
@@ -68,6 +79,8 @@ def _by_node(program: Profiled, buffers: Buffers, weight: np.ndarray) -> dict[in
             elif values[x].producer is None:  # a slice or a constant of a loop; any other is fused into a dot
                 bytes_ += value_bytes(values[x]) / program.pieces(x)
         made = (x for x in node.outputs if x in index)
+        if node.id in unread:
+            bytes_ += size[unread[node.id]] * float(buffers.reads[index[unread[node.id]]])
         total[node.id] = bytes_ + sum(
             size[x] * (buffers.written[index[x]] + (0.0 if x in readers else buffers.reads[index[x]])) for x in made
         )

@@ -1,8 +1,8 @@
 """The estimate against compilers, over models × shardings × rematerialisation × targets: python scripts/bench_accuracy.py [--targets …]
 
 Models: bench_models.py small, the published ones of remat_cases.py, and random programs. Shardings: one device, data-parallel, FSDP and
-tensor-parallel (arguments pinned through ``constraints``), and the solver's own. Rematerialisation: off, full (5 % over the least
-memory that a plan can have), chosen (half way between). Each plan is compiled ahead of time, certified by nothing, and compared: memory, flops,
+tensor-parallel (arguments pinned through ``constraints``), and the solver's own. Rematerialisation: off, full (5 % over the least memory
+that a plan can have), chosen (half way between). Each plan is compiled ahead of time, certified by nothing, and compared: memory, flops,
 collectives, seconds by the roofline of the compiled schedule. To stay within hours each sharding is compiled under one of the three
 settings, in turn from model to model; one device under all. Writes results/accuracy.json as it goes and results/accuracy.md.
 """

@@ -51,6 +51,7 @@ class Clusters:
         self.stored: dict[int, tuple[frozenset[int], int]] = {}
         self.clusters: dict[int, _Cluster] = {}
         self.used: set[int] = set()
+        self.held: dict[int, tuple[int, ...]] = {}  # operand or result of a dot without a buffer → what holds it
 
     def use(self, roots: frozenset[int]) -> None:
         """Buffers that an operation or a loop reads."""
@@ -60,6 +61,7 @@ class Clusters:
         """An elementwise operand of an operation."""
         if self.rules[node.id].kind is Kind.DOT:
             self.clusters.setdefault(node.id, _Cluster(node)).fed[operand] = roots
+            self.held[operand] = tuple(roots)
 
     def store(self, number: int, roots: frozenset[int], at: int) -> None:
         """A fused value that gets a buffer, what it is made of, and when."""
@@ -89,6 +91,7 @@ class Clusters:
         result.absorbed.update({number: at for number, at in until.items() if number not in wanted})
         for cluster in self.clusters.values():
             self._charge(cluster, result)
+            self.held.update({x: tuple(n for n in cluster.stored if n in start) for x in cluster.node.outputs if x in result.absorbed})
         return result
 
     def together(self, start: Mapping[int, int]) -> dict[int, int]:

@@ -5,11 +5,14 @@ roofline(flops, bytes) = max(flops / (efficiency · peak), bytes / (efficiency �
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from jaxauto.core import Kind
+from jaxauto.cost.onchip import SHARE
 from jaxauto.graph import value_bytes
 from jaxauto.groups import WHOLE, Operand, Operation
 from jaxauto.strategies import project, shards
@@ -27,16 +30,23 @@ def bytes_per_flop(chip: Any) -> float:
     return chip.bandwidth_efficiency * chip.hbm_bandwidth / (chip.flops_efficiency * chip.peak_flops("bfloat16"))
 
 
-def operation_seconds(op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any) -> np.ndarray:
+def operation_seconds(
+    op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any, near: Mapping[int, float] = MappingProxyType({})
+) -> np.ndarray:
     """Seconds of one run of an operation for each of its states.
 
     Args:
       state: ``[states, axes]`` positions in ``op.factors``.
+      near: operand or result → whole bytes of what holds it and is not in HBM where it fits on-chip memory.
 
     Returns:
       ``float [states]``.
     """
-    bytes_ = sum((operand_bytes(o, op, values, state, axis_sizes) for o in (*op.operands, *op.results)), np.zeros(len(state)))
+    bytes_ = np.zeros(len(state))
+    for o in (*op.operands, *op.results):
+        pieces = shards(project(state, factor_dims(op, o)), axis_sizes)
+        far = near[o.value] / pieces > SHARE * chip.vmem_bytes if o.value in near else True
+        bytes_ += value_bytes(values[o.value]) / pieces * far
     if op.rule.bytes_ is not None:  # a gather touches the rows it reads, not the table
         bytes_ = np.minimum(bytes_, op.rule.bytes_ / shards(state, axis_sizes))
     seconds = traffic_seconds(bytes_, chip)

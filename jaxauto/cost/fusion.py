@@ -52,6 +52,7 @@ class Buffers:
         dot's flops hide it. What operations (dots, convolutions, gathers) read and write is theirs to charge.
       is_input: an input of the whole program: alive throughout.
       length: number of positions; position: node id → position of the node (of a loop: after its body).
+      held: value without a buffer that a dot reads or makes → the buffers it is read from or written to instead.
       read_at: node id → the values that fused equations read from HBM where the node writes its result. Slices and constants of a loop
         go by their ids in the body. stored: all values that get a buffer written, those that reuse a donated input too.
     """
@@ -68,6 +69,7 @@ class Buffers:
     loop_start: dict[int, int] = field(default_factory=dict)
     read_at: dict[int, list[int]] = field(default_factory=dict)
     stored: frozenset[int] = frozenset()
+    held: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 def find_buffers(
@@ -145,6 +147,7 @@ class _Fusion:
             loop_start=self.loop_start,
             read_at=self.read_at,
             stored=frozenset(n for n in self.start if n not in self.unwritten),
+            held=self.clusters.held if self.clusters else {},
         )
 
     def bytes_of(self, number: int, fixed: set[int]) -> float:

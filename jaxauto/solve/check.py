@@ -16,12 +16,13 @@ import numpy as np
 
 from jaxauto.core import Kind
 from jaxauto.cost.collectives import collective_seconds
-from jaxauto.cost.compute import operation_flops, traffic_seconds
+from jaxauto.cost.compute import bytes_per_flop, operation_flops, traffic_seconds
+from jaxauto.cost.onchip import SHARE
 from jaxauto.cost.windowed import ADDED_UP, COPIED, FEWEST, PIECES
 from jaxauto.graph import HOST, value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
-from jaxauto.solve.facts import read_together, spatial_dims
-from jaxauto.solve.model import FLEETING, VMEM_SHARE, Model
+from jaxauto.solve.facts import near_operands, read_together, short_lived, spatial_dims
+from jaxauto.solve.model import Model
 from jaxauto.solve.problem import HIDDEN_SHARE, RESOURCES
 from jaxauto.solve.search import Candidate
 from jaxauto.strategies import WHOLE, states
@@ -117,6 +118,8 @@ class _Answer:
         self.group: dict[int, Where] = {g: chosen[model.variable["group", g]] for g in model.groups.groups}
         self.operation: dict[int, Where] = {op.node.id: chosen[model.variable["operation", op.node.id]] for op in model.groups.operations}
         self.together = read_together(model.variant, model.groups, model.program.known_early)
+        on_chip, per_flop = model.chip.vmem_bytes, bytes_per_flop(model.chip)
+        self.near = near_operands(model.variant, model.groups, per_flop) if on_chip else {}
         self.seen: dict[tuple, tuple[float, float]] = {}  # passages that were met before
 
     def where(self, state: Where, dims: Sequence[int]) -> Where:
@@ -232,7 +235,11 @@ class _Answer:
     def roofline(self, op: Operation) -> float:
         """Seconds of one run on one device."""
         chip, values = self.model.chip, self.model.values
-        bytes_ = sum(value_bytes(values[o.value]) / self.pieces(self.operand(op, o)) for o in (*op.operands, *op.results))
+        bytes_ = 0.0
+        for o in (*op.operands, *op.results):
+            pieces = self.pieces(self.operand(op, o))
+            on_chip = self.near.get(o.value, math.inf) / pieces <= SHARE * chip.vmem_bytes
+            bytes_ += 0.0 if on_chip else value_bytes(values[o.value]) / pieces
         split = self.pieces(self.operation[op.node.id])
         if op.rule.bytes_ is not None:
             bytes_ = min(bytes_, op.rule.bytes_ / split)
@@ -337,15 +344,15 @@ class _Answer:
 
     def traffic(self) -> Iterator[tuple[int, float, int]]:
         """(buffer, bytes that all devices move of it in a step, pieces): short-lived ones that fit stay in on-chip memory."""
-        b, variant, near = self.model.buffers, self.model.variant, VMEM_SHARE * self.model.chip.vmem_bytes
+        b, variant, near = self.model.buffers, self.model.variant, SHARE * self.model.chip.vmem_bytes
+        short = short_lived(variant)
         for k, _, _, where in self.placed():
             node = self.model.values[int(variant.origin[k])].producer
             times = self.model.groups.times[node.id] if node else 1
             if variant.stacked[k]:
                 times = max(1.0, times / variant.rewritten.graph.values[int(b.ids[k])].shape[0])
             pieces = self.pieces(where)
-            short = b.end[k] - b.start[k] <= FLEETING and not b.is_input[k] and not variant.stacked[k]
-            stays = near and short and b.bytes_[k] / pieces <= near
+            stays = near and short[k] and b.bytes_[k] / pieces <= near
             yield k, 0.0 if stays else float(b.bytes_[k] * (b.reads[k] + b.written[k]) * times), pieces
 
     def live_bytes(self) -> np.ndarray:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
 
 import numpy as np
 
 from jaxauto.core import Kind, Value
+from jaxauto.cost.onchip import fleeting, near_bytes
 from jaxauto.graph import HOST, value_bytes, walk
 from jaxauto.groups import WHOLE, Groups
 from jaxauto.solve.remat import Variant
@@ -46,6 +48,24 @@ def buffer_runs(variant: Variant, groups: Groups) -> np.ndarray:
         if variant.stacked[k]:
             runs[k] = max(1.0, runs[k] / variant.rewritten.graph.values[int(variant.buffers.ids[k])].shape[0])
     return runs
+
+
+def short_lived(variant: Variant) -> np.ndarray:
+    """Which buffers can stay in on-chip memory: ``bool [buffers]``."""
+    return fleeting(variant.buffers) & ~variant.stacked
+
+
+def near_operands(variant: Variant, groups: Groups, bytes_per_flop: float) -> dict[int, float]:
+    """``near_bytes`` by values as written: the most of any time that one is made."""
+    rewritten, rules = variant.rewritten, {op.node.id: op.rule for op in groups.operations if op.rule.kind is Kind.DOT}
+    nodes = (node for node in walk(rewritten.graph) if node.prim == "dot_general")
+    made = {node.id: groups.graph.values[rewritten.origin.get(node.outputs[0], node.outputs[0])].producer for node in nodes}
+    dots = {number: rules[node.id] for number, node in made.items() if node and node.id in rules}
+    found: dict[int, float] = {}
+    for x, size in near_bytes(rewritten.graph, dots, variant.buffers, short_lived(variant), bytes_per_flop).items():
+        written = rewritten.origin.get(x, x)
+        found[written] = max(found.get(written, 0.0), size)
+    return {x: size for x, size in found.items() if size < math.inf}
 
 
 def read_together(variant: Variant, groups: Groups, weights: Set[int]) -> frozenset[tuple[int, int]]:

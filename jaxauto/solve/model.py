@@ -21,22 +21,20 @@ from typing import Any
 import numpy as np
 
 from jaxauto.core import MeshAxes
-from jaxauto.cost.compute import factor_dims, operation_seconds, traffic_seconds
+from jaxauto.cost.compute import bytes_per_flop, factor_dims, operation_seconds, traffic_seconds
 from jaxauto.cost.halo import SIDES, halo_collectives
 from jaxauto.cost.layout import padding
+from jaxauto.cost.onchip import SHARE
 from jaxauto.cost.reshard import passage_collectives, passage_tables
 from jaxauto.cost.windowed import windowed
 from jaxauto.graph import value_bytes
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
-from jaxauto.solve.facts import buffer_runs, narrowing, offloaded_bytes, read_together, spatial_dims
+from jaxauto.solve.facts import buffer_runs, narrowing, near_operands, offloaded_bytes, read_together, short_lived, spatial_dims
 from jaxauto.solve.fold import Key
 from jaxauto.solve.positions import edge_layout, moved_share, reduced_factors
 from jaxauto.solve.problem import MemoryRow, Problem
 from jaxauto.solve.remat import Variant
 from jaxauto.strategies import project, shards, states
-
-FLEETING = 60  # equations that an array in on-chip memory may outlive
-VMEM_SHARE = 0.25  # of on-chip memory that one array may take: others want to be there too
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,7 @@ class Model:
         self.states: list[np.ndarray] = []
         self.narrowing = self.cached(("narrowing",), lambda: narrowing(program.groups))
         self.together = self.cached(("together", variant), lambda: read_together(variant, program.groups, program.known_early))
+        self.near = self.cached(("near", variant), self._near)
         self.final = frozenset(x for x in self.groups.graph.outputs if isinstance(x, int))
         self.operation_of: dict[int, Operation] = {}
         self.operations_at: dict[int, list[Operation]] = defaultdict(list)  # position → what runs there
@@ -193,10 +192,10 @@ class Model:
         runs = self.cached(("runs", self.variant), lambda: buffer_runs(self.variant, self.groups))
         moved = b.bytes_ * (b.reads + b.written) * runs
         by_class = np.bincount(self.buffer_class, moved, minlength=len(self.classes))
-        fleeting = np.nonzero((b.end - b.start <= FLEETING) & ~b.is_input & ~self.variant.stacked & (moved > 0))[0]
-        fleeting = fleeting[np.lexsort((b.bytes_[fleeting], self.buffer_class[fleeting]))]
-        found, first = np.unique(self.buffer_class[fleeting], return_index=True)
-        fleeting_of = dict(zip(found.tolist(), np.split(fleeting, first[1:]), strict=False))
+        short = np.nonzero(short_lived(self.variant) & (moved > 0))[0]
+        short = short[np.lexsort((b.bytes_[short], self.buffer_class[short]))]
+        found, first = np.unique(self.buffer_class[short], return_index=True)
+        fleeting_of = dict(zip(found.tolist(), np.split(short, first[1:]), strict=False))
         fed = b.is_input & ~np.isin(self.variant.origin, list(self.program.known_early))
         from_host = np.bincount(self.buffer_class, b.bytes_ * fed + offloaded_bytes(self.variant, self.groups), minlength=len(self.classes))
         for c, (v, _) in enumerate(self.classes):
@@ -208,26 +207,29 @@ class Model:
             ]:  # the batch comes anew each step: what a device does not get need not be sent; what is offloaded goes and comes
                 self.problem.add_unary("prefetch", v, from_host[c] / self.pieces[c] / self.chip.host_bandwidth)
 
+    def _near(self) -> dict[int, float]:
+        return near_operands(self.variant, self.groups, bytes_per_flop(self.chip)) if self.chip.vmem_bytes else {}
+
     def _kept_near(self, c: int, mine: np.ndarray | None, moved: np.ndarray) -> np.ndarray | float:
         """Of the bytes that class ``c`` moves, those of its short-lived buffers (``mine``, by size) that fit on-chip memory, by state."""
         if mine is None:
             return 0.0
-        fitting = np.searchsorted(self.buffers.bytes_[mine], VMEM_SHARE * self.chip.vmem_bytes * self.pieces[c], side="right")
+        fitting = np.searchsorted(self.buffers.bytes_[mine], SHARE * self.chip.vmem_bytes * self.pieces[c], side="right")
         return np.concatenate([[0.0], np.cumsum(moved[mine])])[fitting]
 
     def _operation_compute(self) -> None:
-        count: dict[int, float] = defaultdict(float)
-        first: dict[int, Operation] = {}
+        count: dict[tuple, float] = defaultdict(float)
+        first: dict[tuple, Operation] = {}
         for op in self.groups.operations:
-            v = self.var("operation", op.node.id)
-            count[v] += self.again(op.node.id)
-            first.setdefault(v, op)
-        for v, op in first.items():
-            seconds = operation_seconds(op, self.values, self.states[v], self.mesh.sizes, self.chip)
-            self.problem.add_unary("compute", v, count[v] * seconds)
+            key = self.var("operation", op.node.id), *(self.near.get(o.value) for o in (*op.operands, *op.results))
+            count[key] += self.again(op.node.id)
+            first.setdefault(key, op)
+        for (v, *near), op in first.items():
+            seconds = operation_seconds(op, self.values, self.states[v], self.mesh.sizes, self.chip, self.near)
+            self.problem.add_unary("compute", v, count[v, *near] * seconds)
             if op.rule.halo:
                 waited = [SIDES * sum(s for _, _, s in self.halo_collectives(op, state)) for state in self.states[v]]
-                self.problem.add_unary("blocking", v, count[v] * np.array(waited))
+                self.problem.add_unary("blocking", v, count[v, *near] * np.array(waited))
 
     def halo_collectives(self, op: Operation, state: np.ndarray) -> list[tuple[float, tuple[int, ...], float]]:
         """What neighbours send each other for one run in one state, each ``SIDES`` times."""
