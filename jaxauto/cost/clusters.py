@@ -96,7 +96,7 @@ class Clusters:
 
     def together(self, start: Mapping[int, int]) -> dict[int, int]:
         """New starts: of values made in one fusion with an earlier one that reads the same wide array, if all they need is there."""
-        readers: dict[int, list[int]] = {}
+        readers: dict[tuple[int, bool], list[int]] = {}
         moved: dict[int, int] = {}
         earliest: dict[int, int] = {}  # position of the last operation that a fused value depends on
         for number, (roots, at) in sorted(self.stored.items(), key=lambda item: item[1][1]):
@@ -104,10 +104,11 @@ class Clusters:
             ready = earliest[number] = max((earliest.get(r, start.get(r, 0)) for r in roots), default=0)
             if number not in start or value.producer is None or self.rules[value.producer.id].kind is Kind.REDUCE:
                 continue
+            backward = value.producer.backward  # nothing of that pass is made beside the forward pass
             for root in (r for r in roots if 2 * self.values[r].aval.size >= value.aval.size):
-                begun = [p for p in readers.get(root, ()) if ready <= p < at]
+                begun = [p for p in readers.get((root, backward), ()) if ready <= p < at]
                 moved[number] = min([*begun, moved.get(number, at)])
-                readers.setdefault(root, []).append(at)
+                readers.setdefault((root, backward), []).append(at)
         return {number: p for number, p in moved.items() if p < self.stored[number][1]}
 
     def _owners(self, start: Mapping[int, int], kept: Set[int]) -> dict[int, int]:

@@ -383,7 +383,9 @@ class _Answer:
             return 1.0
         local = [n / math.prod(self.sizes[a] for a, d in enumerate(where) if d == i) for i, n in enumerate(shape)]
         rows, lanes = self.model.chip.tile
-        chosen = minor if len(minor) > 1 else range(len(shape))
+        while 2 < len(minor) < len(local) and minor[-2:] == [len(local) - 2, len(local) - 1]:  # features in groups lie together
+            local[-2:], minor = [local[-2] * local[-1]], minor[:-1]
+        chosen = minor if len(minor) > 1 else range(len(local))
 
         def filled(n: float, tile: float) -> float:
             return math.ceil(n / tile) * tile / n

@@ -18,6 +18,8 @@ CASES = [
     ("a part of it", (64, 256), (1,), (), 2.0),
     ("few rows make a small tile", (4, 128), (W,), (), 1.0),
     ("batch and features of a convolution", (4, 128, 128, 64), (W,), (0, 3), 2.0),
+    ("features in groups", (16, 128, 128, 8, 8), (W,), (0, 3, 4), 2.0),
+    ("features in groups, cut", (16, 128, 128, 8, 8), (3,), (0, 3, 4), 8.0),
     ("vectors are not padded", (100,), (W,), (), 1.0),
 ]
 
