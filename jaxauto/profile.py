@@ -15,8 +15,9 @@ import numpy as np
 from jaxauto import frontend
 from jaxauto.core import Graph, Kind, Literal, Node
 from jaxauto.cost.compute import bytes_per_flop
-from jaxauto.cost.fusion import Buffers, find_buffers, live_bytes
+from jaxauto.cost.fusion import Buffers, find_buffers
 from jaxauto.cost.layout import padding
+from jaxauto.cost.liveness import live_bytes
 from jaxauto.errors import ArgumentError
 from jaxauto.graph import build, multiplicity, value_bytes, walk
 from jaxauto.groups import find_groups

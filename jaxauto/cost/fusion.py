@@ -392,11 +392,3 @@ class _Fusion:
             self.last[number] = self.clock
             if stacked.get(number) in self.in_place:  # each trip has written its slice
                 self.unwritten.add(number)
-
-
-def live_bytes(buffers: Buffers, sizes: np.ndarray) -> np.ndarray:
-    """Live bytes at each position, for buffers of ``sizes`` bytes."""
-    steps = np.zeros(buffers.length + 1)
-    np.add.at(steps, buffers.start, sizes)
-    np.add.at(steps, buffers.end + 1, -sizes)
-    return np.cumsum(steps)[:-1]

@@ -8,12 +8,14 @@ The cost model sees programs so; what is applied is left as it is.
 from __future__ import annotations
 
 from jaxauto.core import Graph, Node
-from jaxauto.graph import value_bytes
+from jaxauto.graph import value_bytes, walk
 from jaxauto.rewrite.program import Program, Rewritten, read_as, renamed
 
 
 def hoist(rewritten: Rewritten) -> Rewritten:
     """The same program with every narrowing of a slice or constant of a scan before it."""
+    if not any(node.prim == "scan" for node in walk(rewritten.graph)):
+        return rewritten
     program = Program(rewritten.graph)
     program.origin.update(rewritten.origin)
     program.stacked |= rewritten.stacked

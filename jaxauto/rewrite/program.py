@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -44,8 +45,10 @@ class Program:
     def _copied(self, graph: Graph) -> Graph:
         nodes = []
         for node in graph.nodes:
-            self.nodes[node.id] = replace(node, bodies=tuple(self._copied(b) for b in node.bodies))
-            nodes.append(self.nodes[node.id])
+            copied = self.nodes[node.id] = copy(node)  # of dataclasses.replace the longest part of a rewriting
+            if node.bodies:
+                copied.bodies = tuple(self._copied(b) for b in node.bodies)
+            nodes.append(copied)
         self.graphs[id(graph)] = Graph(graph.inputs, graph.outputs, nodes, self.values, dict(graph.consts))
         return self.graphs[id(graph)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxauto.cost.fusion import live_bytes
+from jaxauto.cost.liveness import live_bytes
 from jaxauto.graph import value_bytes
 from jaxauto.solve.model import Model
 from jaxauto.strategies import WHOLE, project, shards

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from zoo import STEPS
 
-from jaxauto.cost.fusion import find_buffers, live_bytes
+from jaxauto.cost.fusion import find_buffers
+from jaxauto.cost.liveness import live_bytes
 from jaxauto.graph import build, walk
 from jaxauto.profile import aliased_outputs
 from jaxauto.rules import rule_for

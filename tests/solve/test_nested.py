@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxauto
-from jaxauto.cost.fusion import live_bytes
+from jaxauto.cost.liveness import live_bytes
 from jaxauto.planner import read
 from jaxauto.solve import nested
 from jaxauto.solve.remat import Remat
