@@ -11,6 +11,7 @@ A cluster is one dot and the fused values that are made of its result before ano
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
@@ -51,6 +52,7 @@ class Clusters:
         self.stored: dict[int, tuple[frozenset[int], int]] = {}
         self.clusters: dict[int, _Cluster] = {}
         self.used: set[int] = set()
+        self.dots: list[int] = []  # positions
         self.held: dict[int, tuple[int, ...]] = {}  # operand or result of a dot without a buffer → what holds it
 
     def use(self, roots: frozenset[int]) -> None:
@@ -94,9 +96,14 @@ class Clusters:
             self.held.update({x: tuple(n for n in cluster.stored if n in start) for x in cluster.node.outputs if x in result.absorbed})
         return result
 
-    def together(self, start: Mapping[int, int]) -> dict[int, int]:
-        """New starts: of values made in one fusion with an earlier one that reads the same wide array, if all they need is there."""
-        readers: dict[tuple[int, bool], list[int]] = {}
+    def together(self, start: Mapping[int, int]) -> tuple[dict[int, int], set[int]]:
+        """Of values made in one fusion with an earlier one that reads the same wide array, if all they need is there: their new starts.
+
+        Nothing of the backward pass is made beside the forward pass, but for what follows it at once: the gradient of a loss. What it is
+        made beside then waits until the backward pass is done, where the compiler schedules the rest of the loss: the second result.
+        """
+        readers: dict[int, list[tuple[int, int, bool]]] = {}
+        waiting: set[int] = set()
         moved: dict[int, int] = {}
         earliest: dict[int, int] = {}  # position of the last operation that a fused value depends on
         for number, (roots, at) in sorted(self.stored.items(), key=lambda item: item[1][1]):
@@ -104,12 +111,16 @@ class Clusters:
             ready = earliest[number] = max((earliest.get(r, start.get(r, 0)) for r in roots), default=0)
             if number not in start or value.producer is None or self.rules[value.producer.id].kind is Kind.REDUCE:
                 continue
-            backward = value.producer.backward  # nothing of that pass is made beside the forward pass
+            backward, dot = value.producer.backward, self._dot_before(at)
             for root in (r for r in roots if 2 * self.values[r].aval.size >= value.aval.size):
-                begun = [p for p in readers.get((root, backward), ()) if ready <= p < at]
-                moved[number] = min([*begun, moved.get(number, at)])
-                readers.setdefault((root, backward), []).append(at)
-        return {number: p for number, p in moved.items() if p < self.stored[number][1]}
+                begun = [(p, n) for p, n, b in readers.get(root, ()) if ready <= p < at and (b == backward or p > dot)]
+                waiting |= {n for _, n in begun if backward and not self._node(n).backward}
+                moved[number] = min([*(p for p, _ in begun), moved.get(number, at)])
+                readers.setdefault(root, []).append((at, number, backward))
+        return {number: p for number, p in moved.items() if p < self.stored[number][1]}, waiting
+
+    def _dot_before(self, at: int) -> int:
+        return self.dots[k - 1] if (k := bisect_left(self.dots, at)) else 0
 
     def _owners(self, start: Mapping[int, int], kept: Set[int]) -> dict[int, int]:
         """Stored value → the dot result it is fused with: the last that it is made of, alone or by way of others that are."""

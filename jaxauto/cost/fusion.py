@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule, Value
-from jaxauto.cost.clusters import Clusters
+from jaxauto.cost.clusters import FUSING, Clusters
 from jaxauto.cost.order import in_donated, schedule
 from jaxauto.cost.patterns import is_select, is_softmax, is_strided, keeps_exp
 from jaxauto.graph import value_bytes
@@ -168,6 +168,8 @@ class _Fusion:
             self.clock += 1
             self.position[node.id] = self.clock
             kind = self.kind(node)
+            if self.clusters and kind in FUSING:
+                self.clusters.dots.append(self.clock)
             if kind in _READS:  # operations are charged for their operands where their strategy is known
                 for x in node.inputs:
                     if not isinstance(x, int):
@@ -303,7 +305,9 @@ class _Fusion:
                 if isinstance(x, int):
                     self.keep_alive(x, at)
             self.start.pop(number, None)
-        self.start.update(self.clusters.together(self.start))
+        moved, waiting = self.clusters.together(self.start)
+        self.start.update(moved)
+        self.last.update(dict.fromkeys(waiting, self.clock))
         for root, amount in found.reads.items():
             self.reads[root] = self.reads.get(root, 0.0) + amount
         return found.written

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from jaxauto.core import Node, Value
 
@@ -38,12 +38,21 @@ def is_select(node: Node) -> bool:
     return bool(getattr(numbers, "operand_batching_dims", ())) and not numbers.update_window_dims
 
 
-def is_softmax(value: Value, sums: Iterable[Node]) -> bool:
-    """An exp (``sums``: its users that reduce it) whose sum is needed before it is used again."""
-    return 0 < len(list(sums)) < len(value.users)
+def is_softmax(value: Value, sums: Sequence[Node]) -> bool:
+    """An exp (``sums``: its users that reduce it) whose sum is needed before it is used again; dots make it again each for itself.
+
+    But not over a vocabulary, where the backward pass makes the gradient of what the forward pass made (a loss): that is stored.
+    """
+    others = [user for user in value.users if user not in sums]
+    crosses = all(user.backward != value.producer.backward for user in others if value.producer)
+    return bool(sums) and bool(others) and not (crosses and _longest(value, sums) > LONG)
 
 
-def keeps_exp(value: Value, sums: Iterable[Node]) -> bool:
+def _longest(value: Value, sums: Sequence[Node]) -> float:
+    """How many elements the longest row has."""
+    return max(value.aval.size / max(1, user.eqn.outvars[0].aval.size) for user in sums)
+
+
+def keeps_exp(value: Value, sums: Sequence[Node]) -> bool:
     """Whether the exp of a softmax is written with its sums, for the second pass to read. Else both passes make it from the scores."""
-    rows = [value.aval.size / max(1, user.eqn.outvars[0].aval.size) for user in sums]
-    return max(rows) <= LONG and not is_flat(value)
+    return _longest(value, sums) <= LONG and not is_flat(value)

@@ -182,6 +182,17 @@ def test_buffers_are_sound(name):
                 assert buffers.position[producer.id] < buffers.loop_start.get(node.id, buffers.position[node.id])
 
 
+@pytest.mark.parametrize("name", ["transformer_loop", "linen_unet", "linen_residual_net"])
+def test_nothing_of_the_backward_pass_is_there_in_the_forward_pass(name):
+    """But for the loss's gradient, which may be made beside the loss."""
+    step, args = STEPS[name]()
+    graph, buffers = buffers_of(step, *args, platform="tpu")
+    backward = {out for node in graph.nodes if node.backward for out in node.outputs}
+    turn = max(buffers.position[n.id] for n in graph.nodes if not n.backward and n.prim in ("dot_general", "conv_general_dilated"))
+    starts = [int(s) for n, s in zip(buffers.ids, buffers.start, strict=True) if int(n) in backward]
+    assert len(starts) > 10 and min(starts) >= turn
+
+
 # -------------------------------------------------------------------------------------------------------------- stacks
 
 
