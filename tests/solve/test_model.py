@@ -1,0 +1,51 @@
+"""What the tables charge to which resource."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+import jaxauto
+
+
+def step(state, x):
+    params, momentum = state
+
+    def loss(params):
+        y = x
+        for w in params:
+            y = jnp.tanh(y @ w)
+        return jnp.mean(y**2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+    return (jax.tree.map(lambda p, m: p - 0.1 * m, params, momentum), momentum), value
+
+
+WEIGHTS = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 3
+ARGS = ((WEIGHTS, WEIGHTS), jax.ShapeDtypeStruct((8192, 1024), jnp.float32))
+
+
+@pytest.fixture(scope="module")
+def best():
+    pins = {"0.0.*": PartitionSpec(), "0.1.*": PartitionSpec("data"), "1": PartitionSpec("data")}
+    plan = jaxauto.plan(step, *ARGS, target="v5e:2x4", mesh={"data": 8}, constraints=pins, certify=False)
+    return plan.program.solved.found.best
+
+
+def test_what_leaves_the_step_at_its_end_is_waited_for(best):
+    """Parameters kept whole, their update cut as the momentum is: the gather has nothing left to hide behind."""
+    model, outputs = best.model, set(best.model.groups.graph.outputs)
+    leaving = [e for e in model.groups.edges if e.node < 0 and e.value in outputs]
+    assert len(leaving) >= 3 and {model.edge_resource(e) for e in leaving} == {"blocking"}
+    weights = [e for e in model.groups.edges if e.value in model.program.known_early and e.value not in outputs]
+    assert {model.edge_resource(e) for e in weights} <= {"prefetch"}
+
+
+def test_the_gathers_of_an_update_are_in_the_time_of_the_step(best):
+    found = [(kind, resource, seconds) for kind, _, _, _, seconds, resource, _ in best.model.collectives(best.x)]
+    waited = [seconds for kind, resource, seconds in found if (kind, resource) == ("all-gather", "blocking")]
+    assert len(waited) == 3 and sum(waited) <= best.model.problem.resource("blocking", best.x) * (1 + 1e-9)
+    assert [resource for kind, resource, _ in found if kind == "reduce-scatter"] == ["prefetch"] * 3
