@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,18 +69,18 @@ def _by_node(program: Profiled, buffers: Buffers, weight: np.ndarray) -> dict[in
     size = {n: float(buffers.bytes_[k] * weight[k]) / program.pieces(n) for n, k in index.items()}
     readers = Counter(x for roots in buffers.read_at.values() for x in roots)
     total: dict[int, float] = {}
-    given = {n: values[n].users for n, k in index.items() if values[n].producer is None and n not in readers and buffers.reads[k]}
-    unread = {users[0].id: n for n, users in given.items() if users}
+    unread: dict[int, float] = defaultdict(float)
+    for n, k in index.items():
+        if values[n].producer is None and n not in readers and values[n].users:
+            unread[values[n].users[0].id] += size[n] * float(buffers.reads[k])
     for node in walk(program.graph):
-        bytes_ = 0.0
+        bytes_ = unread[node.id]
         for x in buffers.read_at.get(node.id, ()):
             if x in index:
                 bytes_ += size[x] * float(buffers.reads[index[x]]) / readers[x]
             elif values[x].producer is None:  # a slice or a constant of a loop; any other is fused into a dot
                 bytes_ += value_bytes(values[x]) / program.pieces(x)
         made = (x for x in node.outputs if x in index)
-        if node.id in unread:
-            bytes_ += size[unread[node.id]] * float(buffers.reads[index[unread[node.id]]])
         total[node.id] = bytes_ + sum(
             size[x] * (buffers.written[index[x]] + (0.0 if x in readers else buffers.reads[index[x]])) for x in made
         )
