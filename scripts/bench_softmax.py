@@ -33,10 +33,15 @@ HEADS, SCORES = (64, 128), 2**27  # elements
 FEWEST = 1.0  # bytes for an element of the scores: what moves less is not listed
 
 
+def sequences(row: int) -> int:
+    """How many there are in a batch of 16 heads."""
+    return max(2, SCORES // (16 * row * row))
+
+
 def program(form: str, depth: int, row: int, dtype: str, kind: str) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
     """Causal attention (its gradients) and its arguments."""
     (queries, keys), scores, mixed = FORMS[form]
-    batch = max(2, SCORES // (16 * row * row))
+    batch = sequences(row)
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         found = jnp.einsum(scores, q, k, preferred_element_type=dtype).astype(jnp.float32) * depth**-0.5
@@ -55,7 +60,7 @@ def measure(target: str, form: str, depth: int, row: int, dtype: str, kind: str)
     fn, args = program(form, depth, row, dtype, kind)
     plan = jaxauto.plan(fn, *args, target=target, certify=False, progress=False)
     schedule = schedule_of(plan, hlo.parse(compile_ahead(plan, 900).text))
-    elements = max(2, SCORES // (16 * row * row)) * 16 * row * row
+    elements = sequences(row) * 16 * row * row
     moved = sorted((r.hbm_bytes * r.count / elements for r in schedule.breakdown), reverse=True)
     passes = ", ".join(f"{b:.1f}" for b in moved if b > FEWEST)
     told, found = plan.estimate.compute_time, schedule.compute_seconds

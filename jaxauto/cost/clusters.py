@@ -144,11 +144,9 @@ class Clusters:
         return {number: dot for dot in sole for number in self._first_pass(dot, members[dot])}
 
     def _fuses(self, number: int, kept: Set[int]) -> bool:
-        value = self.values[number]
-        node = value.producer
-        if number in kept or node is None or node.id not in self.rules or self.rules[node.id].kind not in FUSING:
+        if number in kept or not self._is_dot(number):
             return False
-        return all(self._goes_along(node, user) for user in value.users)
+        return all(self._goes_along(self._node(number), user) for user in self.values[number].users)
 
     def _goes_along(self, node: Node, user: Node) -> bool:
         """Whether ``user`` can be in one fusion with the dot ``node``: not of another pass, no operation, no barrier."""

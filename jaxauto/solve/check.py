@@ -158,10 +158,11 @@ class _Answer:
                 )
                 self.charge(total, self.resource(-1, o.value), times, part)
                 total["compute"] += times * (longer or 0.0)
+        outputs = {x for x in self.model.groups.graph.outputs if isinstance(x, int)}
         for e in self.model.groups.edges:
             times = e.times + self.model.variant.extra.get(e.node, 0)
             for part in self.edge(e):
-                ends = e.node == -1 and e.value in self.model.groups.graph.outputs
+                ends = e.node == -1 and e.value in outputs
                 self.charge(total, "blocking" if ends else self.resource(e.value, e.result), times, part)
         for exchanged in self.halos():
             total["blocking"] += exchanged
