@@ -1,4 +1,8 @@
-"""What equations look like that the TPU compiler fuses in ways of its own; read off its schedules (scripts/results/softmax.md)."""
+"""What equations look like that the TPU compiler fuses in ways of its own, read off its schedules.
+
+Those of scripts/results/softmax.md, and a few more by hand: head dimensions between 64 and 127, rows of 8,192 and 32,768, matrices and
+dimensions of one element.
+"""
 
 from __future__ import annotations
 
