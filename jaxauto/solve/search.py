@@ -3,7 +3,7 @@
 For each level of rematerialisation (``remat.py``) the sharding problem is solved under the memory budget; the best (level, sharding) is
 refined block by block by the chain's dynamic programme, and the sharding by a MILP over the states near it.
 
-Under a budget M with multipliers λ_r ≥ 0 on memory rows and μ ∈ [0, 1] on overlap, the dual                        ``_dual``
+Under a budget M with multipliers λ_r ≥ 0 on memory rows and μ ∈ [0, 1] on overlap, the dual                        ``_priced``
 
     D(λ, μ) = min_x [ μC(x) + (1 − μ + ε)P(x) + K(x) + Σ_r λ_r (bytes_r(x) − M) ]  ≤  min { T(x) : bytes_r(x) ≤ M ∀ r }
 
@@ -29,12 +29,12 @@ from jaxauto.core import MeshAxes
 from jaxauto.graph import value_bytes
 from jaxauto.solve.chain import Option, solve_chain
 from jaxauto.solve.descend import descend
-from jaxauto.solve.eliminate import Elimination, eliminate
+from jaxauto.solve.eliminate import eliminate
 from jaxauto.solve.live import timeline
 from jaxauto.solve.milp import solve_milp
 from jaxauto.solve.model import Model, Program
 from jaxauto.solve.remat import Level, Remat, Variant
-from jaxauto.solve.tighten import TOLERANCE, Effort, least_bytes, near, tighten
+from jaxauto.solve.tighten import TOLERANCE, Effort, least_bytes, near, priced_room, tighten
 from jaxauto.strategies import shards
 
 _BISECTIONS = 3
@@ -263,10 +263,11 @@ class Search:
         return best
 
     def _priced(self, model: Model, level: int, price: float, budget_bytes: float) -> Candidate:
-        rows = range(len(model.problem.rows))
-        prices = {r: price / len(model.problem.rows) for r in rows}
+        rows = len(model.problem.rows)
+        prices = dict.fromkeys(range(rows), price / rows)
         answer = eliminate(*model.problem.priced(MU[0], prices))
-        self.bounds[level] = max(self.bounds.get(level, -math.inf), _dual(model, answer, prices, budget_bytes))
+        bound = answer.bound + priced_room(model.problem, budget_bytes, prices)
+        self.bounds[level] = max(self.bounds.get(level, -math.inf), bound)
         return self.candidate(model, answer.x, level)
 
     # ------------------------------------------------------------------------------------------------------------- refining
@@ -285,16 +286,16 @@ class Search:
             found.bound = min(self.bounds.values())
         found.seconds_spent["chain"] = time.monotonic() - started
         started = time.monotonic()
-        near_enough = found.bound >= found.best.seconds * (1 - _GAP) and sum(found.best.model.problem.sizes) > _SMALL
-        if found.best.seconds < self.rival and not near_enough:
-            self._close(found, budget_bytes)
+        self._close(found, budget_bytes)
         found.seconds_spent["close"] = time.monotonic() - started
-        gap = 1 - found.bound / found.best.seconds
-        left = self.deadline - time.monotonic()
-        if gap <= _GAP or left < 1:
-            return
         started = time.monotonic()
+        left = self.deadline - started
+        if found.bound >= found.best.seconds * (1 - _GAP) or left < 1:
+            return
+        behind = found.best.seconds >= self.rival
         self._milp(found, budget_bytes, left)
+        if behind:
+            self._close(found, budget_bytes)  # it may be ahead now
         found.seconds_spent["milp"] = time.monotonic() - started
 
     def _bases(self, found: Found) -> list[Candidate]:
@@ -306,7 +307,14 @@ class Search:
         return list(best.values())[: _BASES if len(self.remat.graph.values) < QUICK else 1]
 
     def _close(self, found: Found, budget_bytes: float) -> None:
-        """Every level that could hold something better: its bound raised, its best answer found (``tighten.py``)."""
+        """Every level that could hold something better: its bound raised, its best answer found (``tighten.py``).
+
+        Not behind a rival, and not where the best answer is near its bound.
+        """
+        if found.best is not None:
+            gap, states = 1 - found.bound / found.best.seconds, sum(found.best.model.problem.sizes)
+            if found.best.seconds >= self.rival or (gap <= _GAP and states > _SMALL):
+                return
         effort = Effort(self.work, self.out_of_time)
         for number in sorted(self.bounds, key=lambda n: self.bounds[n]):
             model, upper = self.models[number], found.best.seconds if found.best else math.inf
@@ -332,9 +340,8 @@ class Search:
         found.bound = min(self.bounds.values())
 
     def _milp(self, found: Found, budget_bytes: float, seconds: float) -> None:
-        best = found.best
-        assert best is not None
-        problem = best.model.problem
+        assert found.best is not None
+        best, problem = found.best, found.best.model.problem
         for _ in range(2):
             answer = solve_milp(problem, budget_bytes, near(problem, best.x, _NEAR), seconds / 2)
             found.variables, found.constraints, found.status = answer.variables, answer.constraints, answer.status.value
@@ -342,8 +349,7 @@ class Search:
                 return
             better = self.candidate(best.model, answer.x, best.level)
             if better.peak_bytes <= budget_bytes:
-                if better.seconds < best.seconds:
-                    found.best = better
+                found.best = min(best, better, key=lambda c: c.seconds)
                 return
 
     def _mix(self, best: Candidate, levels: list[Level], budget_bytes: float) -> Candidate | None:
@@ -392,8 +398,3 @@ class Search:
 
     def _pieces(self, candidate: Candidate, number: int) -> float:
         return float(shards(candidate.model.position(candidate.x, number)[None], self.mesh.sizes)[0])
-
-
-def _dual(model: Model, answer: Elimination, prices: Mapping[int, float], budget_bytes: float) -> float:
-    rows = model.problem.rows
-    return answer.bound + sum(price * (rows[r].base - budget_bytes) for r, price in prices.items())

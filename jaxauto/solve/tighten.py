@@ -24,7 +24,7 @@ from jaxauto.solve.milp import MilpSolution, Status, solve_milp
 from jaxauto.solve.problem import HIDDEN_SHARE, Problem
 
 TOLERANCE = 1e-6  # relative: nearer than this is equal
-WORK_PER_SECOND = 2_500_000  # of the time limit, entries of tables made: a limit in work gives the same plan on a busy machine
+WORK_PER_SECOND = 6_000_000  # of the time limit, entries of tables made: a limit in work gives the same plan on a busy machine
 _MILP_WORK = 10_000  # entries of tables that a MILP takes as long as, for each pair of states
 _ROUNDS = 12  # of column generation
 _GAIN = 1e-3  # relative: a round that raises the bound by less is stuck
@@ -155,7 +155,7 @@ def survivors(problem: Problem, budget_bytes: float, at: Multipliers, upper: flo
     """For each variable the states that an answer with T < ``upper`` can have; ``at`` learns of a better bound."""
     least, bound, work = least_with(*problem.priced(at.mu, at.prices), _WIDE)
     effort.spent(2 * work)
-    constant = _constant(problem, budget_bytes, at.prices)
+    constant = priced_room(problem, budget_bytes, at.prices)
     at.bound = max(at.bound, bound + constant)
     return [np.nonzero(cost + constant <= upper * (1 - TOLERANCE / 2))[0] for cost in least]
 
@@ -176,7 +176,7 @@ def raise_bound(problem: Problem, budget_bytes: float, start: list[np.ndarray], 
             at = _between(best, at, _SMOOTH if number % 4 else 0.0)
         answer = eliminate(*problem.priced(at.mu, at.prices))
         effort.spent(answer.work)
-        at.bound = answer.bound + _constant(problem, budget_bytes, at.prices)
+        at.bound = answer.bound + priced_room(problem, budget_bytes, at.prices)
         upper = min(upper, judge(answer.x))
         answers.append(answer.x)
         stuck = 0 if at.bound > best.bound * (1 + _GAIN) else stuck + 1
@@ -187,7 +187,8 @@ def raise_bound(problem: Problem, budget_bytes: float, start: list[np.ndarray], 
     return best
 
 
-def _constant(problem: Problem, budget_bytes: float, prices: dict[int, float]) -> float:
+def priced_room(problem: Problem, budget_bytes: float, prices: dict[int, float]) -> float:
+    """Σ_r λ_r (base_r − M): the part of D(λ, μ) that no decision changes."""
     return sum(price * (problem.rows[r].base - budget_bytes) for r, price in prices.items())
 
 
