@@ -11,6 +11,7 @@ goes and results/handwritten.md.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import math
 import sys
@@ -131,8 +132,8 @@ def meshes(case: Case, strategy: str) -> list[dict[str, int]]:
     return [{"data": devices // n, "model": n} for n in case.model_axes]
 
 
-def by_hand(case: Case, strategy: str, mesh: dict[str, int], policy: str) -> dict[str, Any]:
-    """Compile one sharding written by hand and judge it."""
+def by_hand(case: Case, strategy: str, mesh: dict[str, int], policy: str, keep: Path | None) -> dict[str, Any]:
+    """Compile one sharding written by hand and judge it; ``keep``: a folder for the compiled program."""
     step, args = case.make()
     target = Target(case.target)
     layout = Layout(aot.abstract_mesh(tuple(mesh.values()), tuple(mesh)), STRATEGIES[strategy], policy)
@@ -142,6 +143,9 @@ def by_hand(case: Case, strategy: str, mesh: dict[str, int], policy: str) -> dic
     if case.names is UNET:
         specs[-2:] = [layout.spec(leaf.shape, ["batch", "rows", ".", "."]) for leaf in jax.tree.leaves(args[2])]
     result = compiled(step, args, specs, layout, target, options_for(target))
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        (keep / f"{strategy}, {policy}.hlo.gz").write_bytes(gzip.compress(result.text.encode()))
     return judged(case, mesh, result.text, result.device_bytes)
 
 
@@ -215,7 +219,7 @@ def run(name: str, found: dict[str, Any], renew: set[str], tune: int, keep: Path
     def hand(strategy: str, mesh: dict[str, int], policy: str) -> dict[str, Any]:
         key = f"{strategy} {mesh['data']}x{mesh['model']}, {policy}"
         if key not in rows["hand"] or "hand" in renew:
-            rows["hand"][key] = tried(lambda: by_hand(case, strategy, mesh, policy))
+            rows["hand"][key] = tried(lambda: by_hand(case, strategy, mesh, policy, keep and keep / f"{name.replace(' ', '_')}_hand"))
             told(name, key, rows["hand"][key])
             save()
         return rows["hand"][key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from jaxauto.hlo import Computation, Instruction, Module, Shape
@@ -113,6 +114,8 @@ def _used(module: Module, computation: Computation, value: Instruction, user: In
     handed_on = (position == 0 and user.opcode == "dynamic-update-slice") or (user.root and user.opcode == "tuple")
     if handed_on or user.opcode in COLLECTIVES or call_target(user) in FREE_CALLS:
         return 0.0
+    if user.opcode == "pad" and position == 0 and not user.root:
+        return _touched_of_padded(computation, value, user)
     if user.opcode in _VIEWS and not user.root:
         return _touched(module, computation, user, depth + 1)
     callee = _callee(module, user)
@@ -122,6 +125,16 @@ def _used(module: Module, computation: Computation, value: Instruction, user: In
     if callee.root.opcode in _VIEWS and not user.root:
         return min(inner, _touched(module, computation, user, depth + 1))
     return inner
+
+
+def _touched_of_padded(computation: Computation, value: Instruction, pad: Instruction) -> float:
+    """The fraction of an operand that slices of it, padded, read: its own elements, not the padding."""
+    users = computation.users.get(pad.name, ())
+    if any(user.opcode not in ("slice", "dynamic-slice") for user in users):
+        return 1.0
+    dims = value.shapes[0].dims
+    read = sum(math.prod(min(own, of) for own, of in zip(user.shapes[0].dims, dims, strict=True)) for user in users)
+    return read / (math.prod(dims) or 1)
 
 
 def _written(module: Module, computation: Computation, value: Instruction, shapes: tuple[Shape, ...]) -> float:

@@ -100,6 +100,23 @@ FUSIONS = {  # (body of a fusion of %p0: f32[4,100], %p1: f32[100], %i: s32[]; s
         "(f32[100]{0}, f32[4,100]{1,0})",
         400 + 400,
     ),
+    "slices of an operand that is padded, as a ring cuts two pieces of it": (  # 2 x 50 and 1 x 50 of its own elements
+        """%z = f32[] constant(-inf)
+        %a = f32[5,100]{1,0} pad(%p0, %z), padding=0_1x0_0
+        %b = f32[5,100]{1,0} pad(%p0, %z), padding=1_0x0_0
+        %s = f32[2,50]{1,0} dynamic-slice(%a, %i)
+        %t = f32[1,50]{1,0} dynamic-slice(%b, %i)
+        %r = f32[2,50]{1,0} maximum(%s, %t)""",
+        "f32[2,50]{1,0}",
+        400 + 200 + 400,
+    ),
+    "a padded operand that is not sliced": (
+        """%z = f32[] constant(0)
+        %a = f32[5,100]{1,0} pad(%p0, %z), padding=0_1x0_0
+        %r = f32[5,100]{1,0} negate(%a)""",
+        "f32[5,100]{1,0}",
+        1600 + 2000,
+    ),
     "a fusion inside that slices": (
         "%f = f32[100]{0} fusion(%p0, %i), calls=%inner\n%r = f32[100]{0} negate(%f)",
         "f32[100]{0}",
