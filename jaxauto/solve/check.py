@@ -18,9 +18,9 @@ from jaxauto.core import Kind
 from jaxauto.cost.collectives import collective_seconds
 from jaxauto.cost.compute import bytes_per_flop, operation_flops, traffic_seconds
 from jaxauto.cost.onchip import SHARE
-from jaxauto.cost.windowed import ADDED_UP, COPIED, FEWEST, PIECES
 from jaxauto.graph import HOST, value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
+from jaxauto.solve.check_ring import ring_seconds
 from jaxauto.solve.facts import near_operands, read_together, short_lived, spatial_dims
 from jaxauto.solve.model import Model
 from jaxauto.solve.problem import HIDDEN_SHARE, RESOURCES
@@ -251,26 +251,8 @@ class _Answer:
         return seconds
 
     def windowed(self, op: Operation, o: Operand) -> float | None:
-        """Seconds that a dot takes longer where its sum is scattered beside it; None: it is not. The conditions in ``windowed.py``."""
-        chip, most = self.model.chip, self.model.mesh.windows
-        partial, there = self.partial(op, o), self.holder(o)
-        count, places = self.count(partial), {there[a] for a in partial}
-        if not most or op.rule.kind is not Kind.DOT or not FEWEST <= count <= most or len(places) != 1 or WHOLE in places:
-            return None
-        (d,) = places
-        lacking = [x for x in op.operands if o.dims[d][1] not in [f for _, f in x.dims]]
-        added = value_bytes(self.model.values[o.value]) / self.pieces(self.operand(op, o))
-        flops = operation_flops(op) / self.pieces(self.operation[op.node.id])
-        flops /= chip.flops_efficiency * chip.peak_flops(self.model.values[op.operands[0].value].dtype)
-        if len(lacking) != len(op.operands) - 1 or d in self.operand(op, o) or count * flops < added / chip.link_bandwidth:
-            return None
-        moved = [value_bytes(self.model.values[x.value]) / self.pieces(self.operand(op, x)) for x in (*op.operands, *op.results)]
-        again = sum(value_bytes(self.model.values[x.value]) / self.pieces(self.operand(op, x)) for x in lacking) * (count / PIECES - 1)
-        longer = max(flops, traffic_seconds(sum(moved) + again, chip)) - max(flops, traffic_seconds(sum(moved), chip))
-        batch = [k for k, (f, _) in enumerate(op.factors) if all(f in [g for _, g in x.dims] for x in (*op.operands, o))]
-        dots = math.prod(op.factors[k][1] for k in batch) / self.count(a for a, s in enumerate(self.operation[op.node.id]) if s in batch)
-        copied = sum(b for b, x in zip(moved, op.operands, strict=False) if x not in lacking) if dots > 1 else 0.0
-        return longer + traffic_seconds(ADDED_UP * added + COPIED * copied, chip)
+        """See ``ring_seconds``."""
+        return ring_seconds(self.model, op, o, self.operation[op.node.id], self.partial(op, o), self.holder(o))
 
     # ----------------------------------------------------------------------------------------------------------- passages
 
