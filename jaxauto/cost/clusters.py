@@ -54,6 +54,8 @@ class Clusters:
         self.used: set[int] = set()
         self.dots: list[int] = []  # positions
         self.held: dict[int, tuple[int, ...]] = {}  # operand or result of a dot without a buffer → what holds it
+        self.apart: set[int] = set()  # softmax: exps that their sums are not made beside
+        self.slices: dict[int, tuple[frozenset[int], float]] = {}  # of stacks, what a trip reads → the stack, reads of it charged already
 
     def use(self, roots: frozenset[int]) -> None:
         """Buffers that an operation or a loop reads."""
@@ -68,6 +70,10 @@ class Clusters:
     def store(self, number: int, roots: frozenset[int], at: int) -> None:
         """A fused value that gets a buffer, what it is made of, and when."""
         self.stored[number] = (roots, at)
+
+    def cut(self, target: int, stack: frozenset[int], charged: float) -> None:
+        """A trip's slice of a stack, which has no buffer of its own: each pass over it is one over the stack."""
+        self.slices[target] = stack, charged
 
     def found(self, start: Mapping[int, int], kept: Set[int]) -> Found:
         """Args: start: position of each value that has a buffer. kept: dot results that must keep theirs (of the program, of loops)."""
@@ -94,6 +100,9 @@ class Clusters:
         for cluster in self.clusters.values():
             self._charge(cluster, result)
             self.held.update({x: tuple(n for n in cluster.stored if n in start) for x in cluster.node.outputs if x in result.absorbed})
+        for target, (stack, charged) in reversed(self.slices.items()):  # inner loops first
+            for root in stack:
+                result.reads[root] = result.reads.get(root, 0.0) + max(0.0, result.reads.get(target, 0.0) - charged)
         return result
 
     def together(self, start: Mapping[int, int]) -> tuple[dict[int, int], set[int]]:
@@ -192,7 +201,7 @@ class Clusters:
         if node is None or self.rules[node.id].kind is not Kind.REDUCE or len(roots) != 1:
             return False
         (root,) = roots
-        return root in self.stored and self.rules[self._node(root).id].kind is Kind.EXPENSIVE
+        return root in self.stored and root not in self.apart and self.rules[self._node(root).id].kind is Kind.EXPENSIVE
 
     def _is_dot(self, number: int) -> bool:
         node = self.values[number].producer

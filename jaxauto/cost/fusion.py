@@ -208,8 +208,8 @@ class _Fusion:
         inherits = kind not in _WRITES and any(x in self.virtual and x in self.heavy for x in operands)
         if (kind is Kind.EXPENSIVE and not softmax) or inherits:
             self.heavy.add(number)
-        if softmax and keeps_exp(value, sums):
-            self.summed.add(number)
+        if softmax and self.clusters:
+            (self.summed if keeps_exp(value, sums) else self.clusters.apart).add(number)
         moved = (kind is Kind.MOVE and node.prim != "transpose") or any(x in self.moved for x in operands)  # a transpose is a layout
         wanted = kind in _WRITES or number in outputs or any(self.is_read(value, u, roots) for u in value.users)
         fans_out = not wanted and self.fans_out(value, roots)
@@ -335,11 +335,13 @@ class _Fusion:
     def enter(self, node: Node, begin: int) -> None:
         """A loop reads its operands; slices that operations alone read are theirs to charge."""
         charged = {link.source for link in node.links if link.kind is LinkKind.XS and self.is_operand(link.target)}
-        for x in node.inputs:
-            if isinstance(x, int):
-                self.keep_alive(x, begin) if x in charged else self.read(x, begin)
-                if self.clusters:
-                    self.clusters.use(self.roots(x))
+        for x in (x for x in node.inputs if isinstance(x, int)):
+            self.keep_alive(x, begin) if x in charged else self.read(x, begin)
+            if self.clusters:
+                self.clusters.use(self.roots(x))
+        if self.clusters:
+            for link in (e for e in node.links if e.kind is LinkKind.XS):
+                self.clusters.cut(link.target, self.roots(link.source), float(link.source not in charged))
         if self.copies_stacks:
             self.copy_stacks(node)
 

@@ -154,3 +154,34 @@ def test_a_written_result_has_its_maximum_made_beside_it():
 def test_strided_slices_and_dilating_pads_are_passes_of_their_own():
     graph, buffers = on_tpu(lambda x: jnp.tanh(jax.lax.pad(jnp.exp(x[::2]) + 1, 0.0, [(0, 0, 1), (0, 0, 0)])) + 1, X)
     assert made_by(graph, buffers) == ["slice", "add", "pad", "add"]
+
+
+@pytest.mark.parametrize("group", [1, 4], ids=["flat", "fused"])
+def test_an_exp_that_a_stack_keeps_takes_a_pass_of_its_own(group):
+    """Flat: one pass over the scores sums, the next writes the stack. Else it is written with its sum, and copied into the stack."""
+
+    def layer(k, q):
+        scores = jnp.einsum("blhgk,bmhk->bhglm", q, k, preferred_element_type=jnp.float32)
+        exp = jnp.exp(scores - jnp.max(scores, -1, keepdims=True))
+        weights = (exp / jnp.sum(exp, -1, keepdims=True)).astype(q.dtype)
+        return k, (exp, jnp.einsum("bhglm,bmhk->blhgk", weights, k))
+
+    q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((3, 2, 512, 2, group, 64), (2, 1024, 2, 64)))
+    found = passes(lambda k, q: jax.lax.scan(layer, k, q)[1], k, q, shape=(2, 2, group, 512, 1024))
+    dot = 0.5  # is charged for weights in bfloat16, and reads the exp
+    assert found == near({"exp": dot + 1})
+
+
+def test_each_pass_over_a_slice_is_one_over_the_stack():
+    def once(c, x):
+        return c, jnp.tanh(x)
+
+    def twice(c, x):  # the sum comes before what divides by it
+        return c, x / jnp.sum(jnp.exp(x))
+
+    def reads(body):
+        graph, buffers = on_tpu(lambda xs: jax.lax.scan(body, 0.0, xs)[1], array(4, 64, 128))
+        (stack,) = (r for n, r in zip(buffers.ids, buffers.reads, strict=True) if int(n) in graph.inputs)
+        return float(stack)
+
+    assert (reads(once), reads(twice)) == (1.0, 2.0)
