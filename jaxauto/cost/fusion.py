@@ -119,14 +119,14 @@ class _Fusion:
     def run(self) -> Buffers:
         outputs = {x for x in self.graph.outputs if isinstance(x, int)}
         inputs = {*self.graph.inputs, *self.graph.consts}
+        fixed = inputs | outputs
         self.in_place |= in_donated(self.graph, self.aliased)
         for number in inputs:
             self.start[number] = 0
         self.visit(self.graph, outputs)
         end = self.clock
-        for number in outputs:
-            for root in self.roots(number):
-                self.touch(root, end)
+        for root in (root for number in outputs for root in self.roots(number)):
+            self.touch(root, end)
         for number in inputs:
             self.last[number] = end
         written = self.merge(inputs)
@@ -136,7 +136,7 @@ class _Fusion:
         last = [self.start[n] - 1 if n in self.in_place else self.last.get(n, self.start[n]) for n in ids]
         return Buffers(
             ids=ids,
-            bytes_=np.array([self.bytes_of(n, inputs | outputs) for n in ids], float),
+            bytes_=np.array([self.bytes_of(n, fixed) for n in ids], float),
             start=np.array([self.start[n] for n in ids], int),
             end=np.array(last, int),
             reads=np.array([self.reads.get(n, 0) for n in ids], float),
