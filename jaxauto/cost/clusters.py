@@ -105,14 +105,13 @@ class Clusters:
                 result.reads[root] = result.reads.get(root, 0.0) + max(0.0, result.reads.get(target, 0.0) - charged)
         return result
 
-    def together(self, start: Mapping[int, int]) -> tuple[dict[int, int], set[int]]:
+    def together(self, start: Mapping[int, int]) -> dict[int, int]:
         """Of values made in one fusion with an earlier one that reads the same wide array, if all they need is there: their new starts.
 
-        Nothing of the backward pass is made beside the forward pass, but for what follows it at once: the gradient of a loss. What it is
-        made beside then waits until the backward pass is done, where the compiler schedules the rest of the loss: the second result.
+        Nothing of the backward pass is made beside the forward pass or the other way round, but where no dot lies between them: the
+        gradient of a loss, and what else of the loss is made of the same scores.
         """
-        readers: dict[int, list[tuple[int, int, bool]]] = {}
-        waiting: set[int] = set()
+        readers: dict[int, list[tuple[int, bool]]] = {}
         moved: dict[int, int] = {}
         earliest: dict[int, int] = {}  # position of the last operation that a fused value depends on
         for number, (roots, at) in sorted(self.stored.items(), key=lambda item: item[1][1]):
@@ -122,11 +121,11 @@ class Clusters:
                 continue
             backward, dot = value.producer.backward, self._dot_before(at)
             for root in (r for r in roots if 2 * self.values[r].aval.size >= value.aval.size):
-                begun = [(p, n) for p, n, b in readers.get(root, ()) if ready <= p < at and (b == backward or p > dot)]
-                waiting |= {n for _, n in begun if backward and not self._node(n).backward}
-                moved[number] = min([*(p for p, _ in begun), moved.get(number, at)])
-                readers.setdefault(root, []).append((at, number, backward))
-        return {number: p for number, p in moved.items() if p < self.stored[number][1]}, waiting
+                near = (p for p, b in readers.get(root, ()) if b == backward or (p > dot if backward else self._dot_before(p) <= ready))
+                begun = [p for p in near if ready <= p < at]
+                moved[number] = min([*begun, moved.get(number, at)])
+                readers.setdefault(root, []).append((at, backward))
+        return {number: p for number, p in moved.items() if p < self.stored[number][1]}
 
     def _dot_before(self, at: int) -> int:
         return self.dots[k - 1] if (k := bisect_left(self.dots, at)) else 0

@@ -158,7 +158,7 @@ class _Fusion:
         return value_bytes(value)
 
     def visit(self, graph: Graph, outputs: set[int]) -> None:
-        for node in schedule(graph):
+        for node in schedule(graph, (lambda node: self.kind(node) in _READS) if self.clusters else None):
             if node.bodies:
                 self.loop(node)
                 continue
@@ -305,9 +305,7 @@ class _Fusion:
                 if isinstance(x, int):
                     self.keep_alive(x, at)
             self.start.pop(number, None)
-        moved, waiting = self.clusters.together(self.start)
-        self.start.update(moved)
-        self.last.update(dict.fromkeys(waiting, self.clock))
+        self.start.update(self.clusters.together(self.start))
         for root, amount in found.reads.items():
             self.reads[root] = self.reads.get(root, 0.0) + amount
         return found.written

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jaxauto.core import Graph, LinkKind, Node
 
 
-def schedule(graph: Graph) -> list[Node]:
-    """Nodes in the order of the program, but what comes after a backward pass (the optimizer) as soon as its operands are there."""
+def schedule(graph: Graph, reads: Callable[[Node], bool] | None = None) -> list[Node]:
+    """Nodes in the order of the program, but what comes after a backward pass (the optimizer) as soon as its operands are there.
+
+    Args:
+      reads: whether a node wants its operands in memory. What no backward pass needs (the rest of a loss, metrics) comes at the end
+        where it makes arrays for such nodes, as XLA:TPU's scheduler puts off what takes memory; None: nothing is put off.
+    """
     if not any(node.backward for node in graph.nodes):
         return graph.nodes
     index: dict[int, int] = {}
@@ -18,7 +25,21 @@ def schedule(graph: Graph) -> list[Node]:
             after.add(node.id)
         ready = max((index[p.id] for p in producers), default=k)
         index[node.id] = ready if node.id in after and not node.bodies else k
+    if reads is not None:
+        aside = _aside(graph, after)
+        made = {out for node in aside for out in node.outputs}
+        if any(reads(node) and not made.isdisjoint(x for x in node.inputs if isinstance(x, int)) for node in aside):
+            index.update(dict.fromkeys((node.id for node in aside), len(graph.nodes)))
     return sorted(graph.nodes, key=lambda node: index[node.id])
+
+
+def _aside(graph: Graph, after: set[int]) -> list[Node]:
+    """Nodes that no backward pass has anything to do with, before it or after it."""
+    feeding = {node.id for node in graph.nodes if node.backward}
+    for node in reversed(graph.nodes):
+        if any(user.id in feeding for out in node.outputs for user in graph.values[out].users):
+            feeding.add(node.id)
+    return [node for node in graph.nodes if node.id not in feeding and node.id not in after]
 
 
 def in_donated(graph: Graph, aliased: frozenset[int]) -> set[int]:

@@ -45,11 +45,10 @@ def is_select(node: Node) -> bool:
 def is_softmax(value: Value, sums: Sequence[Node]) -> bool:
     """An exp (``sums``: its users that reduce it) whose sum is needed before it is used again; dots make it again each for itself.
 
-    But not over a vocabulary, where the backward pass makes the gradient of what the forward pass made (a loss): that is stored.
+    So is the gradient of a loss over a vocabulary, unless something wants it in memory.
     """
     others = [user for user in value.users if user not in sums]
-    crosses = all(user.backward != value.producer.backward for user in others if value.producer)
-    return bool(sums) and bool(others) and not (crosses and _longest(value, sums) > LONG)
+    return bool(sums) and bool(others)
 
 
 def _longest(value: Value, sums: Sequence[Node]) -> float:

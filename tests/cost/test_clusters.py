@@ -63,21 +63,39 @@ def test_flops_hide_what_is_read_beside_them(bytes_per_flop, reads):
     assert buffers.written[result] == 0.0, "the operation is charged for its result already"
 
 
-def test_the_gradient_of_a_loss_is_made_beside_it():
-    """log-softmax, the picked logits and the gradient read the same logits: one fusion makes both wide arrays."""
+@jax.custom_vjp
+def held(x):
+    """The gradient that comes back has to be in memory, as where a recomputation waits for it."""
+    return x
+
+
+held.defvjp(lambda x: (x, None), lambda _, g: (jax.lax.optimization_barrier(g),))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_rest_of_a_loss_is_made_beside_its_gradient_or_at_the_end(waits):
+    """Log-softmax, the picked logits and the gradient read the same logits. A gradient that is stored has the rest of the loss made in its
+    fusion; else the two dots make it each for itself, and the rest comes after the backward pass."""
 
     def fn(w, x, labels):
-        def loss(w):
-            scores = jax.nn.log_softmax(x @ w)
-            return -jnp.mean(jnp.take_along_axis(scores, labels[:, None], axis=1))
+        def loss(w, x):
+            logits = held(x @ w) if waits else x @ w
+            return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1))
 
-        return jax.value_and_grad(loss)(w)
+        return jax.value_and_grad(loss, (0, 1))(w, x)
 
     labels = jax.ShapeDtypeStruct((64,), jnp.int32)
-    graph, buffers = on_tpu(fn, array(16, 8192), array(64, 16), labels)
-    wide = [(s, e) for n, s, e in zip(buffers.ids, buffers.start, buffers.end, strict=True) if graph.values[int(n)].shape == (64, 8192)]
-    at_once = max(sum(s <= p <= e for s, e in wide) for p in range(buffers.length))
-    assert at_once >= 2
+    graph, buffers = on_tpu(fn, array(16, 16384), array(64, 16), labels)
+    dots = [buffers.position[node.id] for node in graph.nodes if node.prim == "dot_general" and node.backward]
+    wide = {
+        graph.values[int(n)].producer: s
+        for n, s in zip(buffers.ids, buffers.start, strict=True)
+        if graph.values[int(n)].shape == (64, 16384)
+    }
+    gradient = [start for node, start in wide.items() if node.backward]
+    (rest,) = (start for node, start in wide.items() if not node.backward and node.prim != "dot_general")
+    assert len(dots) == 2
+    assert rest == gradient[0] < min(dots) if waits else not gradient and rest > max(dots)
 
 
 def attention(scores, mixed, dtype=jnp.float32):
