@@ -24,7 +24,7 @@ from jaxauto.solve.milp import MilpSolution, Status, solve_milp
 from jaxauto.solve.problem import HIDDEN_SHARE, Problem
 
 TOLERANCE = 1e-6  # relative: nearer than this is equal
-WORK_PER_SECOND = 6_000_000  # of the time limit, entries of tables made: a limit in work gives the same plan on a busy machine
+WORK_PER_SECOND = 12_000_000  # of the time limit, entries of tables made: a limit in work gives the same plan on a busy machine
 _MILP_WORK = 10_000  # entries of tables that a MILP takes as long as, for each pair of states
 _ROUNDS = 12  # of column generation
 _GAIN = 1e-3  # relative: a round that raises the bound by less is stuck
