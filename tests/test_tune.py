@@ -11,6 +11,7 @@ import pytest
 
 import jaxauto
 from jaxauto import aot, tune
+from jaxauto.planner import Options
 
 
 def step(params, x):
@@ -44,6 +45,19 @@ def test_candidates_differ():
     points = {(c.model.mesh.sizes, c.variant.kept, c.seconds, c.peak_bytes) for c in chosen}
     assert len(points) == len(chosen) > 1
     assert [c.seconds for c in chosen] == sorted(c.seconds for c in chosen)
+
+
+def test_the_plans_own_answer_is_a_candidate_wherever_it_comes_from():
+    """One that was found while room was made for gaps in the heap is none of the search's."""
+    options = Options(tune=8, certify=False)
+    plan = jaxauto.plan(step, *ARGS, target="cpu:8", certify=False)
+    solved = plan.program.solved
+    own = min(solved.fitting, key=lambda c: c.seconds)
+    others = dataclasses.replace(
+        solved, fitting=tuple(c for c in solved.fitting if c is not own), found=dataclasses.replace(solved.found, best=own)
+    )
+    plan = dataclasses.replace(plan, program=dataclasses.replace(plan.program, solved=others))
+    assert own in tune.candidates(plan, 1e15, options)
 
 
 def test_what_makes_other_values_again_is_another_candidate():
