@@ -12,7 +12,8 @@ def schedule(graph: Graph, reads: Callable[[Node], bool] | None = None) -> list[
 
     Args:
       reads: whether a node wants its operands in memory. What no backward pass needs (the rest of a loss, metrics) comes at the end
-        where it makes arrays for such nodes, as XLA:TPU's scheduler puts off what takes memory; None: nothing is put off.
+        where it makes arrays for such nodes, as XLA:TPU puts off what takes memory. Seen in programs without loops; with loops it was
+        at the end in one and at once in three, so there it is taken to come at once, which needs more. None: nothing is put off.
     """
     if not any(node.backward for node in graph.nodes):
         return graph.nodes
@@ -25,7 +26,7 @@ def schedule(graph: Graph, reads: Callable[[Node], bool] | None = None) -> list[
             after.add(node.id)
         ready = max((index[p.id] for p in producers), default=k)
         index[node.id] = ready if node.id in after and not node.bodies else k
-    if reads is not None:
+    if reads is not None and not any(node.bodies for node in graph.nodes):
         aside = _aside(graph, after)
         made = {out for node in aside for out in node.outputs}
         if any(reads(node) and not made.isdisjoint(x for x in node.inputs if isinstance(x, int)) for node in aside):
