@@ -47,8 +47,7 @@ def is_softmax(value: Value, sums: Sequence[Node]) -> bool:
 
     So is the gradient of a loss over a vocabulary, unless something wants it in memory.
     """
-    others = [user for user in value.users if user not in sums]
-    return bool(sums) and bool(others)
+    return 0 < len(sums) < len(value.users)
 
 
 def _longest(value: Value, sums: Sequence[Node]) -> float:
