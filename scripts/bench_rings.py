@@ -1,8 +1,8 @@
 """Weight gradients whose sum is scattered beside the dot, estimated and compiled: python scripts/bench_rings.py. Writes results/rings.md.
 
-A weight of a transformer's size, the batch over all devices, the weight (so its gradient) split in one of its two dimensions. What
-``jaxauto/cost/windowed.py`` says of rings was read off these dots compiled without a plan. With a plan's constraint on the dot's result
-the compiler lays that out, not its transpose: where the two differ, another operand is copied than is told, and the error shows it.
+A weight of a transformer's size, the batch over all devices, the weight (so its gradient) split in one of its two dimensions.
+``jaxauto/cost/windowed.py`` was read off these schedules so the table shows that it is what they do, not that
+it holds elsewhere.
 """
 
 from __future__ import annotations
@@ -29,6 +29,12 @@ SIZES = (  # width, wide dimension, sequences of one device, their length, targe
     (2048, 8192, 2, 2048, "v5e:4x4", 16),
     (768, 50304, 8, 1024, "v5e:2x4", 8),
     (2048, 128256, 2, 2048, "v5e:4x4", 16),
+    (1024, 6144, 8, 1024, "v5e:2x4", 8),
+    (2560, 3584, 8, 1024, "v5e:2x4", 8),
+    (4096, 4096, 8, 1024, "v5e:2x4", 8),
+    (4096, 14336, 1, 4096, "v5e:4x4", 16),
+    (4096, 14336, 1, 4096, "v5p:4x4x2", 32),
+    (1280, 5120, 16, 512, "v6e:2x4", 8),
 )
 
 

@@ -1,13 +1,10 @@
 """Windowed einsums: XLA:TPU scatters the sum of a dot's partial results over ``n`` devices beside the dot, as a loop.
 
-Two pieces of the result a trip, one each way round the ring. Of the operand that has the scattered dimension a trip reads the pieces' part,
-the other whole; the pieces pass through HBM as they are added up::
-
-    bytes = operand with the dimension + n/2 · operand without it + 3 · result
-
-What is read whole and small stays in on-chip memory; what would fill most of it is streamed there for every second dot, which waits
-(``_read_again``). One operand is transposed before the loop, outside of the dot (``_transposed``). Of a batch the pieces of the
-operand with the dimension are copied out of it instead.
+A dot makes two pieces of the result, one each way round the ring, and reads the pieces' part of the operand that has the scattered
+dimension, the other operand whole. One operand is transposed before the loop (``_turned``), into on-chip memory if it fits there. The
+other one stays on chip if it is small; else, if the first leaves room, it is brought there, whole, for every second dot, while the dot
+before it leaves time for that. The pieces are added up on chip as long as there is room. Of a batch the pieces' part is copied out of its
+operand instead, nothing stays on chip, and the pieces pass through HBM.
 
 Seen in schedules of single dots for v5e, v5p and v6e, on meshes of one and two axes: n is 4 to 32; the sum goes to one dimension, of one
 operand alone (no batch), that is not split already; and the flops of the n devices take at least about as long as sending one's
@@ -28,10 +25,13 @@ from jaxauto.strategies import project
 
 FEWEST = 4  # devices
 PIECES = 2  # of the result in a trip
-ADDED_UP = 2  # times that the result passes through HBM, beside what the dot writes
-COPIED = 2  # times that an operand (its pieces, of a batch) does as it is copied, beside what the dot reads
-STREAMED = 0.5  # of the flops are done on what is there already, and read nothing meanwhile
+ADDED_UP = 3  # times that the result passes through HBM where there is no room for its pieces
+ADDED_UP_IN_BATCH = 2
+COPIED = 2  # times that an operand (its pieces, of a batch) does as it is copied from HBM to HBM
+AT_ONCE = 4  # pieces that are alive
+ROOM = 0.875  # of on-chip memory, for operands and pieces
 LANES = 128  # what XLA wants the last dimension of a piece to be a multiple of
+TURNS_CUT = ("v6e",)  # chips whose compiler transposes the operand with the scattered dimension, whatever the lanes
 
 
 def windowed(
@@ -47,73 +47,82 @@ def windowed(
       ``bool [a, b]`` and the seconds of one run, ``float [a, b]``.
     """
     hidden, extra = np.zeros((len(state), len(target)), bool), np.zeros((len(state), len(target)))
-    if op.rule.kind is not Kind.DOT or mesh.windows is None:
+    if op.rule.kind is not Kind.DOT or len(op.operands) != 2 or mesh.windows is None:
         return hidden, extra
     count = np.where(partial, np.asarray(mesh.sizes, float), 1.0).prod(-1)
     flops = matrix_seconds(op, values, state, mesh.sizes, chip)
-    sizes = {k: operand_bytes(o, op, values, state, mesh.sizes) for k, o in enumerate((*op.operands, *op.results))}
+    sizes = [operand_bytes(o, op, values, state, mesh.sizes) for o in op.operands]
     added = operand_bytes(result, op, values, state, mesh.sizes)
     fits = (count >= FEWEST) & (count <= mesh.windows) & (count * flops >= added / chip.link_bandwidth)
     here = project(state, factor_dims(op, result))
-    once = sum(sizes.values())
-    batch = _batch(op, state, mesh)
+    apart = np.maximum(flops, traffic_seconds(sum(sizes) + added, chip))
+    batch = _batch(op, state, mesh) > 1
     for d, (_, factor) in enumerate(result.dims):
-        lacking = [k for k, o in enumerate(op.operands) if all(f != factor for _, f in o.dims)]
-        if len(op.operands) - len(lacking) != 1:
+        has = [k for k, o in enumerate(op.operands) if any(f == factor for _, f in o.dims)]
+        if len(has) != 1:
             continue
         rows = np.nonzero(fits & ~(here == d).any(-1))[0]
         pairs = (~partial[rows][:, None] | (target == d)[None]).all(-1)
-        whole = sum(sizes[k] for k in lacking)
-        longer = _read_again(flops, once, whole, count / PIECES, batch > 1, chip)
-        pieces = sum(sizes[k] for k in range(len(op.operands)) if k not in lacking)
-        turned = _transposed(op, result, values, d, here, count, mesh, sizes, chip)
-        longer = longer + traffic_seconds(ADDED_UP * added + np.where(batch > 1, COPIED * pieces, turned), chip)
+        (cut,) = has
+        turned = _turned(op, result, values, d, here, count, mesh, cut if chip.name in TURNS_CUT else None)
+        one = _loop(cut, np.where(turned < 0, cut, turned), turned >= 0, sizes, added, flops, count, chip)
+        each = _loop_of_batch(sizes[cut], sum(sizes) - sizes[cut], added, flops, count, chip)
+        longer = np.maximum(np.where(batch, each, one) - apart, 0.0)
         hidden[rows] |= pairs
         extra[rows] += pairs * longer[rows][:, None]
     return hidden, extra
 
 
-def _read_again(flops, once, whole, trips, batch, chip: Any) -> np.ndarray:
-    """Seconds that a dot takes longer as each trip reads ``whole`` bytes of an operand.
+def _loop(cut: int, turned: np.ndarray, copied: np.ndarray, sizes: list, added, flops, count, chip: Any) -> np.ndarray:
+    """Seconds of a loop and of what is brought before it, for each state.
 
-    Streamed: of two dots one reads HBM; the other's operand is brought on chip before, while the first leaves time for it.
+    Args:
+      cut: the operand that has the scattered dimension. turned: the one that is transposed, if ``copied``; else the one left in HBM.
+      sizes: bytes of each operand; added: of the result; count: devices.
     """
-    apart = np.maximum(flops, traffic_seconds(once, chip))
-    through = np.maximum(flops, traffic_seconds(once + (trips - 1) * whole, chip))
-    streamed = np.maximum(through, STREAMED * flops + traffic_seconds(trips * whole, chip))
-    near = np.where(whole <= SHARE * chip.vmem_bytes, apart, np.where(whole < chip.vmem_bytes, streamed, through))
-    return np.where(batch, through, near) - apart
+    vmem, dots = chip.vmem_bytes, count / PIECES
+    first, other = np.where(turned == 0, sizes, sizes[::-1])
+    read = [traffic_seconds(np.where(is_cut, o / dots, o), chip) for o, is_cut in ((first, turned == cut), (other, turned != cut))]
+    near, small = copied & (first < vmem), other <= SHARE * vmem
+    streamed = small | (first * near <= SHARE * vmem) & (first * near + other <= vmem)
+    far = np.where(near, 0.0, read[0])
+    odd = far + np.where(small, 0.0, read[1] + np.where(streamed, traffic_seconds(other, chip), 0.0))
+    even = far + np.where(streamed, 0.0, read[1])
+    before = np.where(near, 1, COPIED) * first * copied + other * small
+    held = first * near + other * streamed + AT_ONCE * added / count
+    through = np.where(held > ROOM * vmem, ADDED_UP, 0) * added
+    return dots / 2 * (np.maximum(flops / dots, odd) + np.maximum(flops / dots, even)) + traffic_seconds(before + through, chip)
 
 
-def _transposed(op: Operation, result: Operand, values: dict, d: int, here, count, mesh: MeshAxes, sizes, chip: Any) -> np.ndarray:
-    """Bytes of the copy that transposes an operand before the loop, for each state.
+def _loop_of_batch(cut, whole, added, flops, count, chip: Any) -> np.ndarray:
+    """Seconds of a loop over a batch of dots, for each state: of operands of ``cut`` and ``whole`` bytes and a result of ``added``."""
+    through = np.maximum(flops, traffic_seconds(cut + count / PIECES * whole + added, chip))
+    return through + traffic_seconds(ADDED_UP_IN_BATCH * added + COPIED * cut, chip)
 
-    The result's last dimension, as it goes on, is the last in memory where its piece fills whole lanes, else the other one; copied is the
-    operand that lacks it. Of a result with several dimensions of one operand that one is copied.
+
+def _turned(op: Operation, result: Operand, values: dict, d: int, here, count, mesh: MeshAxes, always: int | None) -> np.ndarray:
+    """Which operand is transposed before the loop, for each state; -1: none. ``always``: this one, if any.
+
+    The result's last dimension is the last in memory where its piece fills whole lanes, else the other one; transposed is the operand that
+    lacks it. Of a result with several dimensions of one operand it is that one.
     """
     named = [{f for _, f in o.dims if f} for o in (*op.operands, result)]
     own = [(found & named[-1]) - set.intersection(*named) for found in named[:-1]]
     if len(own) != 2 or not all(own):
-        return np.zeros(len(here))
+        return np.full(len(here), -1)
+    if always is not None:
+        return np.full(len(here), always)
     if len(own[0]) != len(own[1]):
-        copied = sizes[int(len(own[1]) > len(own[0]))]
-    else:
-        last = stored_order(result, values)[-1]
-        split = np.where(here == last, np.asarray(mesh.sizes, float), 1.0).prod(-1) * np.where(last == d, count, 1.0)
-        whole_lanes = values[result.value].shape[last] / split % LANES == 0
-        has = int(result.dims[last][1] in own[1])
-        copied = np.where(whole_lanes, sizes[1 - has], sizes[has])
-    return np.where(copied <= SHARE * chip.vmem_bytes, 1, COPIED) * copied
+        return np.full(len(here), int(len(own[1]) > len(own[0])))
+    last = last_dim(result)
+    split = np.where(here == last, np.asarray(mesh.sizes, float), 1.0).prod(-1) * np.where(last == d, count, 1.0)
+    has = int(result.dims[last][1] in own[1])
+    return np.where(values[result.value].shape[last] / split % LANES == 0, 1 - has, has)
 
 
-def stored_order(result: Operand, values: dict) -> tuple[int, ...]:
-    """The dimensions of a result, but for those of one element, in the order in which it goes on: past transpositions of it alone."""
-    order, value = tuple(range(len(result.dims))), values[result.value]
-    while len(value.users) == 1 and value.users[0].prim in ("transpose", "convert_element_type"):
-        (node,) = value.users
-        order = tuple(order[k] for k in node.params.get("permutation", range(len(order))))
-        value = values[node.outputs[0]]
-    return tuple(k for k in order if result.dims[k][1])
+def last_dim(result: Operand) -> int:
+    """The last dimension of a result that is not of one element."""
+    return max(d for d, (_, factor) in enumerate(result.dims) if factor)
 
 
 def _batch(op: Operation, state: np.ndarray, mesh: MeshAxes) -> np.ndarray:

@@ -8,11 +8,12 @@ from collections.abc import Collection
 from jaxauto.core import Kind
 from jaxauto.cost.compute import operation_flops, traffic_seconds
 from jaxauto.cost.onchip import SHARE
-from jaxauto.cost.windowed import ADDED_UP, COPIED, FEWEST, LANES, PIECES, STREAMED, stored_order
+from jaxauto.cost.windowed import ADDED_UP, ADDED_UP_IN_BATCH, AT_ONCE, COPIED, FEWEST, LANES, PIECES, ROOM, TURNS_CUT, last_dim
 from jaxauto.graph import value_bytes
 from jaxauto.groups import Operand, Operation
 from jaxauto.solve.model import Model
 from jaxauto.strategies import WHOLE
+from jaxauto.targets.chip import Chip
 
 
 def ring_seconds(
@@ -36,7 +37,9 @@ def ring_seconds(
 
     count = math.prod(sizes[a] for a in partial)
     places = {there[a] for a in partial}
-    if not model.mesh.windows or op.rule.kind is not Kind.DOT or not FEWEST <= count <= model.mesh.windows or len(places) != 1:
+    if not model.mesh.windows or op.rule.kind is not Kind.DOT or len(of) != 2:
+        return None
+    if not FEWEST <= count <= model.mesh.windows or len(places) != 1:
         return None
     (d,) = places
     factor = result.dims[d][1] if d != WHOLE else ""
@@ -46,22 +49,44 @@ def ring_seconds(
         return None
     made = {f for _, f in result.dims if f}
     shared = made.intersection(*of)
+    moved, added = [held(o) for o in op.operands], held(result)
+    apart = max(flops, traffic_seconds(sum(moved) + added, chip))
+    if math.prod(n for f, n in op.factors if f in shared) / pieces(shared) > 1:
+        part, whole = moved[cut[0]], moved[1 - cut[0]]
+        longer = max(flops, traffic_seconds(part + count / PIECES * whole + added, chip))
+        longer += traffic_seconds(ADDED_UP_IN_BATCH * added + COPIED * part, chip)
+        return max(longer - apart, 0.0)
+    turned, copied = cut[0], False
     own = [(found & made) - shared for found in of]
-    batch = math.prod(n for f, n in op.factors if f in shared) / pieces(shared)
-    moved = [held(o) for o in op.operands]
-    once, whole = sum(moved) + held(result), sum(moved) - moved[cut[0]]
-    apart = max(flops, traffic_seconds(once, chip))
-    longer = max(flops, traffic_seconds(once + (count / PIECES - 1) * whole, chip))
-    small = batch <= 1 and whole <= SHARE * chip.vmem_bytes
-    if batch <= 1 and whole < chip.vmem_bytes:
-        longer = apart if small else max(longer, STREAMED * flops + traffic_seconds(count / PIECES * whole, chip))
-    copied = COPIED * moved[cut[0]] if batch > 1 else 0.0
-    if batch <= 1 and len(own) == 2 and all(own):
-        wide = int(len(own[1]) > len(own[0]))
-        if len(own[0]) == len(own[1]):
-            last = stored_order(result, model.values)[-1]
+    if all(own):
+        copied = True
+        if chip.name not in TURNS_CUT:
+            turned = int(len(own[1]) > len(own[0]))
+        if chip.name not in TURNS_CUT and len(own[0]) == len(own[1]):
+            last = last_dim(result)
             split = pieces([result.dims[last][1]]) * (count if last == d else 1)
             lanes = model.values[result.value].shape[last] / split % LANES == 0
-            wide = int((result.dims[last][1] in own[1]) != lanes)
-        copied = moved[wide] * (1 if moved[wide] <= SHARE * chip.vmem_bytes else COPIED)
-    return longer - apart + traffic_seconds(ADDED_UP * held(result) + copied, chip)
+            turned = int((result.dims[last][1] in own[1]) != lanes)
+    return max(_loop(moved, turned, cut[0], added, flops, count, chip, copied=copied) - apart, 0.0)
+
+
+def _loop(moved: list[float], turned: int, cut: int, added: float, flops: float, count: int, chip: Chip, *, copied: bool) -> float:
+    """Seconds of a ring of ``count`` devices with what is brought before it; ``turned``, ``copied``: as in ``cost/windowed.py``."""
+    first, other, dots = moved[turned], moved[1 - turned], count / PIECES
+    once = traffic_seconds(first / (dots if turned == cut else 1), chip), traffic_seconds(other / (dots if turned != cut else 1), chip)
+    odd = even = 0.0
+    before = held = 0.0
+    if copied and first < chip.vmem_bytes:
+        before, held = first, first
+    else:
+        odd, even = once[0], once[0]
+        before = COPIED * first if copied else 0.0
+    if other <= SHARE * chip.vmem_bytes:
+        before, held = before + other, held + other
+    elif held <= SHARE * chip.vmem_bytes and held + other <= chip.vmem_bytes:
+        odd, held = odd + once[1] + traffic_seconds(other, chip), held + other
+    else:
+        odd, even = odd + once[1], even + once[1]
+    if held + AT_ONCE * added / count > ROOM * chip.vmem_bytes:
+        before += ADDED_UP * added
+    return dots / 2 * (max(flops / dots, odd) + max(flops / dots, even)) + traffic_seconds(before, chip)

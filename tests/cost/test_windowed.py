@@ -84,32 +84,41 @@ def test_twice_the_bytes_need_twice_the_flops():
 
 
 def test_the_operand_without_the_dimension_is_read_again_on_each_trip():
-    """Scores [k, m] of an attention and queries [k, n]: bound by memory, the scores are read four times where eight devices take part."""
+    """Scores [k, m] of an attention and queries [k, n]: bound by memory, the scores are read four times where eight devices take part.
+
+    The queries are transposed into on-chip memory, and the pieces of the result stay there.
+    """
     k, m, n = 65536, 1024, 64
     hidden, extra, own, chip = asked("v5p:4x4x4", {"a": 8, "b": 8}, (k, m, n), ("k", "g"), (2, 0))
     per_byte = 1 / (chip.bandwidth_efficiency * chip.hbm_bandwidth)
     assert hidden
     assert own == pytest.approx(2 * (k * m + k * n + m * n) * per_byte)
-    assert extra == pytest.approx(2 * (3 * k * m + k * n + 2 * m * n) * per_byte)  # [k, n] is transposed before
+    assert extra == pytest.approx(2 * (3 * k * m - m * n) * per_byte)
 
 
-def test_a_dot_bound_by_the_matrix_unit_adds_up_its_pieces_and_transposes_an_operand():
+def test_a_dot_bound_by_the_matrix_unit_waits_for_the_transposed_operand():
+    """128 MiB of operands, all of on-chip memory: the one that is transposed lies there, so do the pieces; the other one does not."""
     _, extra, own, chip = asked("v5e:2x4", {"a": 8}, BIG, ("k",), (2,))
     k, m, n = BIG
     assert own == pytest.approx(2 * k * m * n / (chip.flops_efficiency * chip.peak_flops(jnp.bfloat16)))
-    assert extra == pytest.approx(2 * (2 * m * n + 2 * k * m) / (chip.bandwidth_efficiency * chip.hbm_bandwidth))
+    assert extra == pytest.approx(2 * k * m / (chip.bandwidth_efficiency * chip.hbm_bandwidth))
 
 
-# (tokens, m, n) of one device, devices, dimension the sum is scattered over -> milliseconds of the compiled loop and what is before it
+# (tokens, m, n) of one device, devices, dimension the sum is scattered over -> milliseconds of the compiled loop with what is before it and
+# the update after it: scripts/results/rings.md
 LOOPS = [
-    ((8192, 768, 3072), "v5e:2x4", 1, 0.417),
-    ((8192, 768, 3072), "v5e:2x4", 2, 0.308),
-    ((8192, 1024, 4096), "v5e:2x4", 1, 0.604),
-    ((8192, 1024, 4096), "v5e:2x4", 2, 0.459),
-    ((4096, 2048, 8192), "v5e:4x4", 1, 1.187),
-    ((8192, 768, 50304), "v5e:2x4", 1, 4.87),
-    ((8192, 768, 50304), "v5e:2x4", 2, 6.07),
-    ((4096, 2048, 128256), "v5e:4x4", 1, 14.6),
+    ((8192, 3072, 768), "v5e:2x4", 2, 0.420),
+    ((8192, 3072, 768), "v5e:2x4", 1, 0.312),
+    ((8192, 768, 3072), "v5e:2x4", 2, 0.311),
+    ((8192, 768, 3072), "v5e:2x4", 1, 0.420),
+    ((8192, 4096, 1024), "v5e:2x4", 2, 0.514),
+    ((8192, 1024, 4096), "v5e:2x4", 2, 0.465),
+    ((8192, 1024, 4096), "v5e:2x4", 1, 0.610),
+    ((4096, 2048, 8192), "v5e:4x4", 1, 1.195),
+    ((8192, 50304, 768), "v5e:2x4", 2, 4.934),
+    ((8192, 50304, 768), "v5e:2x4", 1, 6.136),
+    ((4096, 128256, 2048), "v5e:4x4", 1, 17.679),
+    ((4096, 2048, 128256), "v5e:4x4", 1, 14.707),
 ]
 
 
@@ -118,7 +127,7 @@ def test_loops_as_compiled(local, target, dimension, milliseconds):
     """Gradients of weights [m, n], as v5e's compiler schedules them alone: which dimension is better turns on sizes, lanes and memory."""
     hidden, extra, own, _ = asked(target, {"a": Target(target).num_devices}, local, ("k",), (dimension,))
     assert hidden
-    assert 1e3 * (own + extra) == pytest.approx(milliseconds, rel=0.2)
+    assert 1e3 * (own + extra) == pytest.approx(milliseconds, rel=0.06)
 
 
 def test_of_a_batch_the_pieces_are_copied_first():
