@@ -276,6 +276,7 @@ class MeshAxes:
 
     ``scatters``: the compiler has a reduce-scatter; XLA:CPU has none, it reduces whole and cuts.
     ``sums_whole``: gathers and scatters over all devices together are written as all-reduces, and waited for: XLA:TPU on closed 3-D tori.
+    ``scatters_whole``: scatters over all devices together are, gathers are not: XLA:TPU on other 3-D topologies and on squares.
     ``windows``: the most devices over which a sum is scattered beside the dot that makes it (``cost/windowed.py``); other sums are waited
     for. None: any sum can be hidden.
     """
@@ -285,6 +286,7 @@ class MeshAxes:
     links: tuple[AxisLink, ...]
     scatters: bool = True
     sums_whole: bool = False
+    scatters_whole: bool = False
     windows: int | None = None
 
     @property

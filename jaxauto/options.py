@@ -76,10 +76,16 @@ def mesh_axes(shape: Mapping[str, int], target: Target) -> MeshAxes:
         links = part.axis_links(sizes)
     except TargetError:  # a shape that the topology does not know: neighbours over one link each
         links = tuple(AxisLink(target.chip.link_bandwidth, target.chip.hop_latency, wraps=False) for _ in sizes)
-    torus = target.chip.platform == "tpu" and len(target.topology) == 3 and target.slices == 1
-    closed = torus and all(target.wraps) and total == target.num_devices
+    whole = target.chip.platform == "tpu" and target.slices == 1 and total == target.num_devices
+    sides = [n for n in target.topology if n > 1]
     return MeshAxes(
-        tuple(shape), sizes, links, scatters=target.chip.platform != "cpu", sums_whole=closed, windows=_WINDOWS.get(target.chip.platform)
+        tuple(shape),
+        sizes,
+        links,
+        scatters=target.chip.platform != "cpu",
+        sums_whole=whole and len(target.topology) == 3 and all(target.wraps),
+        scatters_whole=whole and (len(sides) == 3 or (len(sides) == 2 and sides[0] == sides[1] > 2)),
+        windows=_WINDOWS.get(target.chip.platform),
     )
 
 

@@ -15,7 +15,9 @@ dimension → whole      all-gather                             local bytes × a
 =====================  =====================================  =========================
 
 in this order, so that what makes the array smaller comes first. Axes that need the same collective share one, all-gathers dimension by
-dimension, but for gathers over all devices where the compiler writes those as one all-reduce (``MeshAxes.sums_whole``). Axes on one
+dimension, but for gathers over all devices where the compiler writes those as one all-reduce (``MeshAxes.sums_whole``). A reduce-scatter to
+several dimensions is an all-reduce of which each device keeps its piece on TPU, as it is over all devices of some topologies
+(``MeshAxes.scatters_whole``); single sums compiled for 2x2 to 16x16 and 2x2x2 to 4x8x8 say so (``scripts/results/sums.md``). Axes on one
 dimension are in mesh order, major first: where an axis joins or leaves on the major side of one that stays, the pieces are in another order
 than the mesh's, and change places.
 """
@@ -60,20 +62,19 @@ def passage_tables(
     """
     tables = np.zeros((2, len(source), len(target)))
     waited = np.ones(tables.shape[1:], bool) if beside is None else ~beside
-    for kind, amount, axes, chosen in _steps(source, target, bytes_, mesh, partial):
+    for kind, written, amount, axes, chosen in _steps(source, target, bytes_, mesh, partial):
         sizes, links = _subset(mesh, axes)
-        written = _written(kind, axes, mesh)
-        seconds = collective_seconds(written, amount, sizes, links)
         alone = kind == "all-to-all" and mesh.windows is not None  # XLA:TPU runs no exchange beside work
         waits = waited[chosen] if kind in _SUMS and mesh.windows else np.full(len(amount), written != kind or alone)
-        tables[0][chosen] += np.where(waits, 0.0, seconds)
-        tables[1][chosen] += np.where(waits, seconds, 0.0)
+        tables[0][chosen] += np.where(waits, 0.0, collective_seconds(kind, amount, sizes, links))
+        tables[1][chosen] += np.where(waits, collective_seconds(written, amount, sizes, links), 0.0)
     return tables
 
 
 def _written(kind: str, axes: tuple[int, ...], mesh: MeshAxes) -> str:
     """The collective that the compiler makes of one."""
-    return "all-reduce" if mesh.sums_whole and _is_whole(axes, mesh) and kind in ("all-gather", "reduce-scatter") else kind
+    whole = {"all-gather": mesh.sums_whole, "reduce-scatter": mesh.sums_whole or mesh.scatters_whole}
+    return "all-reduce" if whole.get(kind) and _is_whole(axes, mesh) else kind
 
 
 def _is_whole(axes: tuple[int, ...], mesh: MeshAxes) -> bool:
@@ -81,14 +82,17 @@ def _is_whole(axes: tuple[int, ...], mesh: MeshAxes) -> bool:
 
 
 def passage_collectives(
-    source: np.ndarray, target: np.ndarray, bytes_: float, mesh: MeshAxes, partial: np.ndarray | None = None
+    source: np.ndarray, target: np.ndarray, bytes_: float, mesh: MeshAxes, partial: np.ndarray | None = None, *, beside: bool = False
 ) -> list[tuple[str, float, tuple[int, ...], float]]:
-    """The collectives of one passage: list of (kind, bytes of the full array on the group, axis indices, seconds)."""
+    """The collectives of one passage: list of (kind, bytes of the full array on the group, axis indices, seconds).
+
+    ``beside``: the sum is scattered beside what makes it.
+    """
     part = None if partial is None else partial[None]
     found = []
-    for kind, amount, axes, _ in _steps(source[None], target[None], bytes_, mesh, part):
+    for kind, written, amount, axes, _ in _steps(source[None], target[None], bytes_, mesh, part):
         sizes, links = _subset(mesh, axes)
-        seconds = collective_seconds(_written(kind, axes, mesh), amount, sizes, links)
+        seconds = collective_seconds(kind if beside else written, amount, sizes, links)
         found += [(kind, float(amount[0]), axes, float(seconds[0]))]
     return found
 
@@ -97,8 +101,8 @@ def _subset(mesh: MeshAxes, axes: tuple[int, ...]):
     return [mesh.sizes[a] for a in axes], [mesh.links[a] for a in axes]
 
 
-def _steps(source, target, bytes_, mesh, partial) -> Iterator[tuple[str, np.ndarray, tuple[int, ...], tuple]]:
-    """(kind, bytes for each chosen pair, axes, index of the chosen pairs), in order; tracks the local bytes on the way."""
+def _steps(source, target, bytes_, mesh, partial) -> Iterator[tuple[str, str, np.ndarray, tuple[int, ...], tuple]]:
+    """(kind, as the compiler writes it, bytes for each chosen pair, axes, index of the chosen pairs), in order of running."""
     s, t = source[:, None, :], target[None, :, :]
     p = np.zeros_like(s, bool) if partial is None else partial[:, None, :]
     sizes = np.asarray(mesh.sizes, float)
@@ -110,25 +114,36 @@ def _steps(source, target, bytes_, mesh, partial) -> Iterator[tuple[str, np.ndar
     gather = np.array(np.broadcast_to(~whole_s & whole_t, np.broadcast_shapes(s.shape, t.shape)))
 
     for axes, chosen in _by_axes(scatter):
-        yield "reduce-scatter" if mesh.scatters else "all-reduce", local[chosen], axes, chosen
+        kind = "reduce-scatter" if mesh.scatters else "all-reduce"
+        apart = _to_several(t, axes, chosen) if mesh.windows else np.zeros(len(chosen[0]), bool)
+        for written, here in (("all-reduce", apart), (_written(kind, axes, mesh), ~apart)):
+            some = tuple(index[here] for index in chosen)
+            if here.any():
+                yield kind, written, local[some], axes, some
         local[chosen] /= np.prod(sizes[list(axes)])
     local = local / np.where(cut, sizes, 1.0).prod(-1)
     for axes, chosen in _by_axes(reduce_):
-        yield "all-reduce", local[chosen], axes, chosen
+        yield "all-reduce", "all-reduce", local[chosen], axes, chosen
     for axes, chosen in _by_axes(exchange):
-        yield "all-to-all", local[chosen] * np.prod(sizes[list(axes)]), axes, chosen
+        yield "all-to-all", "all-to-all", local[chosen] * np.prod(sizes[list(axes)]), axes, chosen
     for axes, chosen in _by_axes(_reordered(s, t)):
-        yield "collective-permute", local[chosen] * np.prod(sizes[list(axes)]), axes, chosen
+        yield "collective-permute", "collective-permute", local[chosen] * np.prod(sizes[list(axes)]), axes, chosen
     if mesh.sums_whole:
         for axes, chosen in _by_axes(gather):
             if _is_whole(axes, mesh):
-                yield "all-gather", local[chosen] * np.prod(sizes[list(axes)]), axes, chosen
+                yield "all-gather", "all-reduce", local[chosen] * np.prod(sizes[list(axes)]), axes, chosen
                 gather[chosen] = False
     for dim in range(int(source.max(initial=WHOLE)) + 1):  # one all-gather joins pieces along one dimension
         for axes, chosen in _by_axes(gather & (s == dim)):
             full = local[chosen] * np.prod(sizes[list(axes)])
-            yield "all-gather", full, axes, chosen
+            yield "all-gather", _written("all-gather", axes, mesh), full, axes, chosen
             local[chosen] = full
+
+
+def _to_several(t: np.ndarray, axes: tuple[int, ...], chosen: tuple) -> np.ndarray:
+    """Whether the axes go to different dimensions, of each chosen pair."""
+    there = t[0, chosen[1]][:, list(axes)]
+    return (there != there[:, :1]).any(-1)
 
 
 def _reordered(s: np.ndarray, t: np.ndarray) -> np.ndarray:

@@ -266,15 +266,23 @@ class _Answer:
         if key not in self.seen:
             hidden = waited = 0.0
             for kind, amount, axes in self.collectives(here, there, bytes_, partial):
-                merged = self.model.mesh.sums_whole and self.over_all(axes) and kind in ("all-gather", "reduce-scatter")
-                sizes, links = [self.sizes[a] for a in axes], [self.model.mesh.links[a] for a in axes]
-                seconds = float(collective_seconds("all-reduce" if merged else kind, amount, sizes, links))
+                merged = self.merged(kind, axes, there)
                 waits = merged or (kind == "all-to-all" and self.model.mesh.windows is not None)
                 if self.model.mesh.windows and kind in _SUMS:
                     waits = not beside
+                sizes, links = [self.sizes[a] for a in axes], [self.model.mesh.links[a] for a in axes]
+                seconds = float(collective_seconds("all-reduce" if merged and waits else kind, amount, sizes, links))
                 hidden, waited = hidden + seconds * (not waits), waited + seconds * waits
             self.seen[key] = hidden, waited
         return self.seen[key]
+
+    def merged(self, kind: str, axes: Sequence[int], there: Where) -> bool:
+        """Whether the compiler writes it as an all-reduce."""
+        mesh = self.model.mesh
+        if kind == "reduce-scatter" and mesh.windows and len({there[a] for a in axes}) > 1:
+            return True
+        whole = {"all-gather": mesh.sums_whole, "reduce-scatter": mesh.sums_whole or mesh.scatters_whole}
+        return whole.get(kind, False) and self.over_all(axes)
 
     def over_all(self, axes: Sequence[int]) -> bool:
         return all(n == 1 or a in axes for a, n in enumerate(self.sizes))

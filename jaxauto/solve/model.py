@@ -202,9 +202,7 @@ class Model:
             if by_class[c]:
                 near = self._kept_near(c, fleeting_of.get(c), moved) if self.chip.vmem_bytes else 0.0
                 self.problem.add_unary("compute", v, traffic_seconds((by_class[c] - near) / self.pieces[c], self.chip))
-            if from_host[
-                c
-            ]:  # the batch comes anew each step: what a device does not get need not be sent; what is offloaded goes and comes
+            if from_host[c]:  # the batch comes anew each step, what is offloaded goes and comes: each device gets its piece
                 self.problem.add_unary("prefetch", v, from_host[c] / self.pieces[c] / self.chip.host_bandwidth)
 
     def _near(self) -> dict[int, float]:
@@ -376,15 +374,16 @@ class Model:
                 partial = np.isin(strategy, reduced_factors(op, o))
                 there = project(self.state(x, "group", o.group)[None], tuple(d for d, _ in o.dims))[0]
                 bytes_ = self.passage_bytes(o.value)
-                steps = self._passage(self.operand_position(x, op, o), there, bytes_, partial)
+                beside, _ = windowed(op, o, self.values, strategy[None], there[None], partial[None], self.mesh, self.chip)
+                steps = self._passage(self.operand_position(x, op, o), there, bytes_, partial, beside=bool(beside[0, 0]))
                 resource = self.resource_of(-1, o.value)
                 found += [(k, n, axes, self.again(op.node.id), s, resource, op.node.id) for k, n, axes, s in steps]
         return found
 
-    def _passage(self, here: np.ndarray, there: np.ndarray, bytes_: float, partial: np.ndarray | None = None) -> list:
+    def _passage(self, here: np.ndarray, there: np.ndarray, bytes_: float, partial: np.ndarray | None = None, *, beside: bool = False):
         """The collectives of one passage; the same one is met in every layer."""
-        key = ("passage", here.tobytes(), there.tobytes(), bytes_, b"" if partial is None else partial.tobytes())
-        return self.cached(key, lambda: passage_collectives(here, there, bytes_, self.mesh, partial))
+        key = ("passage", here.tobytes(), there.tobytes(), bytes_, b"" if partial is None else partial.tobytes(), beside)
+        return self.cached(key, lambda: passage_collectives(here, there, bytes_, self.mesh, partial, beside=beside))
 
     def _edge_collectives(self, e: Edge, source: np.ndarray, target: np.ndarray) -> list:
         here, there, partial, sizes = edge_layout(source, target, e.dims, e.reduced, self.mesh.sizes)

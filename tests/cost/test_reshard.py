@@ -67,6 +67,31 @@ def test_on_a_closed_torus_a_gather_of_two_dimensions_is_one_sum():
     assert steps((0, 1), (W, W), mesh=closed) == [("all-gather", 800.0, (0, 1))]
 
 
+# where the axes go, over which axes is summed, scatters_whole -> what XLA:TPU writes (results/sums.md)
+ON_TPU = [
+    ("to one dimension", (0, 0), (True, True), False, "reduce-scatter"),
+    ("to two dimensions", (0, 1), (True, True), False, "all-reduce"),
+    ("over all devices of a square", (0, 0), (True, True), True, "all-reduce"),
+    ("over some devices of a square", (0, W), (True, False), True, "reduce-scatter"),
+    ("to two dimensions, one of them not summed for", (0, 1), (True, False), True, "reduce-scatter"),
+]
+
+
+@pytest.mark.parametrize(("target", "partial", "square", "expected"), [t[1:] for t in ON_TPU], ids=[t[0] for t in ON_TPU])
+def test_how_a_scattered_sum_is_written_on_tpu(target, partial, square, expected):
+    mesh = MeshAxes(MESH.names, MESH.sizes, MESH.links, scatters_whole=square, windows=32)
+    source, there, part = np.full((1, 2), W, np.int8), np.array([target], np.int8), np.array([partial])
+    axes = [a for a, p in enumerate(partial) if p]
+    bytes_ = 800.0
+    sizes, links = [MESH.sizes[a] for a in axes], [LINK] * len(axes)
+    hidden, waited = passage_tables(source, there, bytes_, mesh, part)[:, 0, 0]
+    assert (hidden, waited) == (0.0, float(collective_seconds(expected, bytes_, sizes, links)))
+    ((kind, _, _, seconds),) = passage_collectives(source[0], there[0], bytes_, mesh, part[0])
+    assert (kind, seconds) == ("reduce-scatter", waited), "by kind it is what it is for"
+    hidden, waited = passage_tables(source, there, bytes_, mesh, part, np.ones((1, 1), bool))[:, 0, 0]
+    assert expected != "reduce-scatter" or (hidden, waited) == (float(collective_seconds("reduce-scatter", bytes_, sizes, links)), 0.0)
+
+
 @pytest.mark.parametrize(("windows", "beside", "waits"), [(8, True, False), (8, False, True), (8, None, True), (None, None, False)])
 def test_a_sum_is_hidden_beside_its_dot_alone(windows, beside, waits):
     """Without windows (not TPU) any sum can be hidden."""
