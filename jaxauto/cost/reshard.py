@@ -15,11 +15,14 @@ dimension → whole      all-gather                             local bytes × a
 =====================  =====================================  =========================
 
 in this order, so that what makes the array smaller comes first. Axes that need the same collective share one, all-gathers dimension by
-dimension, but for gathers over all devices where the compiler writes those as one all-reduce (``MeshAxes.sums_whole``). A reduce-scatter to
-several dimensions is an all-reduce of which each device keeps its piece on TPU, as it is over all devices of some topologies
-(``MeshAxes.scatters_whole``); single sums compiled for 2x2 to 16x16 and 2x2x2 to 4x8x8 say so (``scripts/results/sums.md``). Axes on one
+dimension, but for gathers over all devices where the compiler writes those as one all-reduce (``MeshAxes.sums_whole``). Axes on one
 dimension are in mesh order, major first: where an axis joins or leaves on the major side of one that stays, the pieces are in another order
 than the mesh's, and change places.
+
+A reduce-scatter is an all-reduce of which each device keeps its piece (on TPU, ``scripts/results/sums.md``) where it goes to several
+dimensions and over all devices of some topologies (``MeshAxes.scatters_whole``). So it is where an axis that stays splits the dimension on
+the minor side: the partitioner puts that dimension together before, or gathers what the sum is made of and computes more; counted as a
+gather of the terms.
 """
 
 from __future__ import annotations
@@ -113,20 +116,26 @@ def _steps(source, target, bytes_, mesh, partial) -> Iterator[tuple[str, str, np
     exchange = ~whole_s & ~whole_t & (s != t)
     gather = np.array(np.broadcast_to(~whole_s & whole_t, np.broadcast_shapes(s.shape, t.shape)))
 
+    under = _under(scatter, s, t)
+    for axes, chosen in _by_axes(under):
+        local[chosen] *= np.prod(sizes[list(axes)])
+        yield "all-gather", "all-gather", local[chosen], axes, chosen
     for axes, chosen in _by_axes(scatter):
         kind = "reduce-scatter" if mesh.scatters else "all-reduce"
-        apart = _to_several(t, axes, chosen) if mesh.windows else np.zeros(len(chosen[0]), bool)
+        apart = under[chosen].any(-1)
+        if mesh.windows:
+            apart |= _to_several(t, axes, chosen)
         for written, here in (("all-reduce", apart), (_written(kind, axes, mesh), ~apart)):
             some = tuple(index[here] for index in chosen)
             if here.any():
                 yield kind, written, local[some], axes, some
         local[chosen] /= np.prod(sizes[list(axes)])
-    local = local / np.where(cut, sizes, 1.0).prod(-1)
+    local = local / np.where(cut | under, sizes, 1.0).prod(-1)
     for axes, chosen in _by_axes(reduce_):
         yield "all-reduce", "all-reduce", local[chosen], axes, chosen
     for axes, chosen in _by_axes(exchange):
         yield "all-to-all", "all-to-all", local[chosen] * np.prod(sizes[list(axes)]), axes, chosen
-    for axes, chosen in _by_axes(_reordered(s, t)):
+    for axes, chosen in _by_axes(_reordered(s, t, p)):
         yield "collective-permute", "collective-permute", local[chosen] * np.prod(sizes[list(axes)]), axes, chosen
     if mesh.sums_whole:
         for axes, chosen in _by_axes(gather):
@@ -146,13 +155,21 @@ def _to_several(t: np.ndarray, axes: tuple[int, ...], chosen: tuple) -> np.ndarr
     return (there != there[:, :1]).any(-1)
 
 
-def _reordered(s: np.ndarray, t: np.ndarray) -> np.ndarray:
+def _under(scatter: np.ndarray, s: np.ndarray, t: np.ndarray) -> np.ndarray:
+    """Axes that split a dimension, and stay, on the minor side of one over which a sum is scattered to it: ``bool [a, b, axes]``."""
+    found = np.zeros(scatter.shape, bool)
+    for major, minor in itertools.combinations(range(scatter.shape[-1]), 2):
+        found[..., minor] |= scatter[..., major] & (t[..., major] == t[..., minor]) & (s[..., minor] == t[..., minor])
+    return found
+
+
+def _reordered(s: np.ndarray, t: np.ndarray, p: np.ndarray) -> np.ndarray:
     """Axes between which pieces of one dimension change places: ``bool [a, b, axes]``."""
     turned = np.zeros(np.broadcast_shapes(s.shape, t.shape), bool)
     moved, stays = s != t, (s == t) & (s != WHOLE)
     for major, minor in itertools.combinations(range(turned.shape[-1]), 2):
         shared = (s[..., major] == s[..., minor]) | (t[..., major] == t[..., minor])
-        hit = moved[..., major] & stays[..., minor] & shared
+        hit = moved[..., major] & stays[..., minor] & shared & ~p[..., major]
         turned[..., major] |= hit
         turned[..., minor] |= hit
     return turned

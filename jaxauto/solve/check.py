@@ -266,7 +266,7 @@ class _Answer:
         if key not in self.seen:
             hidden = waited = 0.0
             for kind, amount, axes in self.collectives(here, there, bytes_, partial):
-                merged = self.merged(kind, axes, there)
+                merged = self.merged(kind, axes, here, there)
                 waits = merged or (kind == "all-to-all" and self.model.mesh.windows is not None)
                 if self.model.mesh.windows and kind in _SUMS:
                     waits = not beside
@@ -276,10 +276,10 @@ class _Answer:
             self.seen[key] = hidden, waited
         return self.seen[key]
 
-    def merged(self, kind: str, axes: Sequence[int], there: Where) -> bool:
+    def merged(self, kind: str, axes: Sequence[int], here: Where, there: Where) -> bool:
         """Whether the compiler writes it as an all-reduce."""
         mesh = self.model.mesh
-        if kind == "reduce-scatter" and mesh.windows and len({there[a] for a in axes}) > 1:
+        if kind == "reduce-scatter" and (self.under(axes, here, there) or (mesh.windows and len({there[a] for a in axes}) > 1)):
             return True
         whole = {"all-gather": mesh.sums_whole, "reduce-scatter": mesh.sums_whole or mesh.scatters_whole}
         return whole.get(kind, False) and self.over_all(axes)
@@ -292,9 +292,13 @@ class _Answer:
         axes = range(len(self.sizes))
         local = bytes_ / self.pieces(here)
         scattered = [a for a in axes if a in partial and there[a] != WHOLE]
+        under = self.under(scattered, here, there)
+        local *= self.count(under)
+        if under:
+            yield "all-gather", local, under
         if scattered:
             yield "reduce-scatter" if self.model.mesh.scatters else "all-reduce", local, scattered
-        local /= self.count(scattered)
+        local /= self.count([*scattered, *under])
         local /= self.count(a for a in axes if a not in partial and here[a] == WHOLE and there[a] != WHOLE)
         summed = [a for a in axes if a in partial and there[a] == WHOLE]
         if summed:
@@ -302,7 +306,7 @@ class _Answer:
         exchanged = [a for a in axes if WHOLE not in (here[a], there[a]) and here[a] != there[a]]
         if exchanged:
             yield "all-to-all", local * self.count(exchanged), exchanged
-        turned = sorted({a for pair in self.turned(here, there) for a in pair})
+        turned = sorted({a for pair in self.turned(here, there) if pair[0] not in partial for a in pair})
         if turned:
             yield "collective-permute", local * self.count(turned), turned
         gathers = [a for a in axes if here[a] != WHOLE and there[a] == WHOLE]
@@ -311,6 +315,10 @@ class _Answer:
             if gathered:
                 local *= self.count(gathered)
                 yield "all-gather", local, gathered
+
+    def under(self, scattered: Sequence[int], here: Where, there: Where) -> list[int]:
+        """Axes that stay on the minor side of one that joins their dimension as a sum is scattered over it."""
+        return [b for b in range(len(here)) if any(a < b and there[a] == there[b] == here[b] for a in scattered)]
 
     def turned(self, here: Where, there: Where) -> Iterator[tuple[int, int]]:
         """(axis that comes or goes, minor axis that stays) on one dimension: its pieces change places."""

@@ -31,6 +31,8 @@ PASSAGES = [
     ("moves to another dimension", (0, W), (1, W), None, [("all-to-all", 800.0, (0,))]),
     ("sums whole", (W, W), (W, W), (True, False), [("all-reduce", 800.0, (0,))]),
     ("sums and cuts", (W, W), (0, W), (True, False), [("reduce-scatter", 800.0, (0,))]),
+    ("sums to a split dimension, on its minor side", (0, W), (0, 0), (False, True), [("reduce-scatter", 200.0, (1,))]),
+    ("on its major side", (W, 0), (0, 0), (True, False), [("all-gather", 800.0, (1,)), ("reduce-scatter", 800.0, (0,))]),
     ("sums a piece", (W, 0), (W, 0), (True, False), [("all-reduce", 400.0, (0,))]),
     ("joins on the major side", (W, 0), (0, 0), None, [("collective-permute", 800.0, (0, 1))]),
     ("joins on the minor side", (0, W), (0, 0), None, []),
@@ -124,4 +126,7 @@ def test_seconds_are_those_of_the_collectives(with_partial):
             found = passage_collectives(source, target, 4096.0, MESH, None if partial is None else partial[i])
             assert seconds[i, j] == pytest.approx(sum(s for *_, s in found), rel=1e-12)
             for kind, bytes_, axes, s in found:
-                assert s == collective_seconds(kind, bytes_, [MESH.sizes[a] for a in axes], [LINK] * len(axes))
+                together = kind == "reduce-scatter" and found[0][0] == "all-gather"  # of a dimension that was put together before
+                assert s == collective_seconds(
+                    "all-reduce" if together else kind, bytes_, [MESH.sizes[a] for a in axes], [LINK] * len(axes)
+                )
