@@ -126,7 +126,7 @@ def test_seconds_are_those_of_the_collectives(with_partial):
             found = passage_collectives(source, target, 4096.0, MESH, None if partial is None else partial[i])
             assert seconds[i, j] == pytest.approx(sum(s for *_, s in found), rel=1e-12)
             for kind, bytes_, axes, s in found:
-                together = kind == "reduce-scatter" and found[0][0] == "all-gather"  # of a dimension that was put together before
+                together = kind == "reduce-scatter" and found[0][0] == "all-gather"  # a split dimension, put together before
                 assert s == collective_seconds(
                     "all-reduce" if together else kind, bytes_, [MESH.sizes[a] for a in axes], [LINK] * len(axes)
                 )
