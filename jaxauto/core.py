@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,8 @@ class Kind(enum.Enum):
     SCATTER = "scatter"
     SCAN = "scan"  # cumsum, sort, fft: a whole dimension at once
     CONTROL = "control"  # has bodies: scan, while, cond
+
+    __hash__ = object.__hash__  # of one object for each member; Enum's own is Python code, and kinds are looked up millions of times
     OPAQUE = "opaque"  # unknown
 
 
@@ -147,6 +150,10 @@ class Value:
     @property
     def dtype(self) -> Any:
         return self.aval.dtype
+
+    @functools.cached_property
+    def elements(self) -> int:
+        return math.prod(self.aval.shape)
 
 
 class LinkKind(enum.Enum):

@@ -39,7 +39,7 @@ def multiplicity(graph: Graph) -> dict[int, int]:
 
 def value_bytes(value: Value) -> float:
     """Bytes of one array, unsharded."""
-    return float(value.aval.size) * compat.itemsize(value.dtype)
+    return float(value.elements) * compat.itemsize(value.dtype)
 
 
 class _Builder:

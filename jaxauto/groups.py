@@ -245,7 +245,7 @@ class _Grouping:
             return number in self.feeding or x not in self.feeding
         if rule.kind is Kind.MOVE:
             return len(pairs) == sum(n > 1 for n in self.values[number].shape)
-        return self.values[x].aval.size * 2 > self.values[number].aval.size
+        return self.values[x].elements * 2 > self.values[number].elements
 
     def pass_through(self, node: Node, rule: OpRule, k: int, x: int, out: int) -> None:
         """The edge from operand ``k`` to a result's group, unless it costs nothing."""
@@ -329,13 +329,12 @@ class _Grouping:
 
     def share_operands(self, operations: list[Operation], edges: list[Edge]) -> list[Operation]:
         """A value that several operations read in one pass is resharded once for all of them: a group between it and them."""
-        readers: dict[tuple[int, bool], int] = {}
+        readers: dict[tuple[int, bool], list[Operation]] = {}
         for op in operations:
             for operand in op.operands:
-                key = (operand.value, op.node.backward)
-                readers[key] = readers.get(key, 0) + 1
+                readers.setdefault((operand.value, op.node.backward), []).append(op)
         views: dict[tuple[int, bool], int] = {}
-        for key in (k for k, count in readers.items() if count > 1 and self.values[k[0]].shape):
+        for key in (k for k, reading in readers.items() if len(reading) > 1 and self.values[k[0]].shape):
             number, backward = key
             group, dims = self.place[number]
             if not self.groups[group].sizes:
@@ -345,7 +344,7 @@ class _Grouping:
             self.groups[view.id] = view
             views[key] = view.id
             pairs = tuple((d, open_dims.index(d) if d != WHOLE else WHOLE) for d in dims)
-            first = next(op for op in operations if op.node.backward == backward and any(o.value == number for o in op.operands))
+            first = readers[key][0]
             edges.append(Edge(group, view.id, pairs, (), number, number, first.times, -1, -1, backward))
 
         def viewed(op: Operation, operand: Operand) -> Operand:

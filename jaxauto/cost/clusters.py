@@ -120,7 +120,7 @@ class Clusters:
             if number not in start or value.producer is None or self.rules[value.producer.id].kind is Kind.REDUCE:
                 continue
             backward, dot = value.producer.backward, self._dot_before(at)
-            for root in (r for r in roots if 2 * self.values[r].aval.size >= value.aval.size):
+            for root in (r for r in roots if 2 * self.values[r].elements >= value.elements):
                 near = (p for p, b in readers.get(root, ()) if b == backward or (p > dot if backward else self._dot_before(p) <= ready))
                 begun = [p for p in near if ready <= p < at]
                 moved[number] = min([*begun, moved.get(number, at)])
@@ -182,17 +182,31 @@ class Clusters:
     def _beside(self, start: Mapping[int, int], owner: Mapping[int, int]) -> dict[int, int]:
         """Sum or maximum of a dot's result → the dot: made as the result is written, which is not read for it."""
         found: dict[int, int] = {}
-        made: dict[int, set[int]] = {}  # stored value → dots it is made of, through others
         for number, (roots, _) in sorted(self.stored.items(), key=lambda item: item[1][1]):
-            made[number] = {d for r in roots for d in made.get(r, ())}
             dots = {r for r in roots if r in start and r not in self.stored and self._is_dot(r)}
             node = self.values[number].producer
             last = max(dots, key=start.__getitem__, default=None)
-            alone = number not in owner and last is not None and last not in made[number]
-            if alone and node is not None and self.rules[node.id].kind is Kind.REDUCE and self._goes_along(self._node(last), node):
+            sums = number not in owner and node is not None and self.rules[node.id].kind is Kind.REDUCE
+            if (
+                sums
+                and last is not None
+                and self._goes_along(self._node(last), node)
+                and not self._through_others(roots, last, start[last])
+            ):
                 found[number] = last
-            made[number] |= dots
         return found
+
+    def _through_others(self, roots: frozenset[int], dot: int, made_at: int) -> bool:
+        """Whether a stored one of ``roots`` is made of the dot's result."""
+        waiting, seen = [r for r in roots if r in self.stored], set()
+        while waiting:
+            seen.add(r := waiting.pop())
+            below, at = self.stored[r]
+            if dot in below:
+                return True
+            if at > made_at:
+                waiting += [b for b in below if b in self.stored and b not in seen]
+        return False
 
     def _of_the_same_pass(self, number: int, roots: frozenset[int]) -> bool:
         """The sum of an exp, made in the pass that writes the exp."""
@@ -207,7 +221,7 @@ class Clusters:
         return node is not None and node.id in self.rules and self.rules[node.id].kind in FUSING
 
     def _is_wide(self, number: int, dot: int) -> bool:
-        return 2 * self.values[number].aval.size >= self.values[dot].aval.size
+        return 2 * self.values[number].elements >= self.values[dot].elements
 
     def _node(self, number: int) -> Node:
         node = self.values[number].producer
@@ -222,7 +236,7 @@ class Clusters:
         """How many elements one element is the sum of."""
         value = self.values[number]
         summed = value.producer.inputs[0] if value.producer is not None else None
-        return self.values[summed].aval.size / max(1, value.aval.size) if isinstance(summed, int) else 1.0
+        return self.values[summed].elements / max(1, value.elements) if isinstance(summed, int) else 1.0
 
     def _charge(self, cluster: _Cluster, result: Found) -> None:
         rule, bytes_ = self.rules[cluster.node.id], lambda n: value_bytes(self.values[n])

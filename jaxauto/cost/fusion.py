@@ -16,6 +16,7 @@ What only the optimizer does is scheduled as soon as its gradient is there, as s
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -109,9 +110,10 @@ class _Fusion:
         self.summed: set[int] = set()  # on TPU: the exp of a softmax
         self.in_place: set[int] = set()  # shares another buffer's memory from the start
         self.clock = 0
+        self.kind = functools.cache(self._kind)
         self.unwritten = {*graph.inputs, *graph.consts}
 
-    def kind(self, node: Node) -> Kind:
+    def _kind(self, node: Node) -> Kind:
         known = node.id in self.rules and "space" not in node.params and not (self.clusters and is_strided(node))
         kind = self.rules[node.id].kind if known else Kind.CONTROL
         return Kind.CHEAP if kind is Kind.SCATTER and self.clusters and is_select(node) else kind
@@ -154,7 +156,7 @@ class _Fusion:
         """Bytes of a buffer; arguments and results have the type they are said to have."""
         value = self.values[number]
         if number not in fixed and str(value.dtype) in self.widened:
-            return 4.0 * value.aval.size
+            return 4.0 * value.elements
         return value_bytes(value)
 
     def visit(self, graph: Graph, outputs: set[int]) -> None:
@@ -271,7 +273,7 @@ class _Fusion:
         users = value.users if self.clusters is None else [u for u in value.users if self.kind(u) is not Kind.DOT]
         if len(users) < 2:
             return False
-        wide = sum(2 * self.values[r].aval.size >= value.aval.size for r in roots)
+        wide = sum(2 * self.values[r].elements >= value.elements for r in roots)
         return value.id in self.costly or wide > 1 or len(roots) > _MAX_ROOTS
 
     def roots(self, number: int) -> frozenset[int]:

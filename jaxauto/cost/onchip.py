@@ -35,6 +35,6 @@ def near_bytes(graph: Graph, dots: Mapping[int, OpRule], buffers: Buffers, short
         if not passed or (dots[node.id].flops or 0.0) * bytes_per_flop > _INTENSE * moved:
             continue
         for x in passed:
-            wide = [h for h in buffers.held.get(x, (x,)) if 2 * graph.values[h].aval.size >= graph.values[x].aval.size]
+            wide = [h for h in buffers.held.get(x, (x,)) if 2 * graph.values[h].elements >= graph.values[x].elements]
             found[x] = max([found.get(x, 0.0), *(held.get(h, math.inf) for h in wide)]) or math.inf
     return found

@@ -52,7 +52,7 @@ def is_softmax(value: Value, sums: Sequence[Node]) -> bool:
 
 def _longest(value: Value, sums: Sequence[Node]) -> float:
     """How many elements the longest row has."""
-    return max(value.aval.size / max(1, user.eqn.outvars[0].aval.size) for user in sums)
+    return max(value.elements / max(1, user.eqn.outvars[0].aval.size) for user in sums)
 
 
 def keeps_exp(value: Value, sums: Sequence[Node]) -> bool:

@@ -4,7 +4,8 @@ A dot makes two pieces of the result, one each way round the ring, and reads the
 dimension, the other operand whole. One operand is transposed before the loop (``_turned``), into on-chip memory if it fits there. The
 other one stays on chip if it is small; else, if the first leaves room, it is brought there, whole, for every second dot, while the dot
 before it leaves time for that. The pieces are added up on chip as long as there is room. Of a batch the pieces' part is copied out of its
-operand instead, nothing stays on chip, and the pieces pass through HBM.
+operand instead, nothing stays on chip, and the pieces pass through HBM. What another dot would make of its operands as it reads them
+(``made_inside``) is written before the loop, unless it stays on chip.
 
 Seen in schedules of single dots for v5e, v5p and v6e, on meshes of one and two axes: n is 4 to 32; the sum goes to one dimension, of one
 operand alone (no batch), that is not split already; and the flops of the n devices take at least about as long as sending one's
@@ -13,6 +14,7 @@ result over one link. All other sums are waited for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ import numpy as np
 from jaxauto.core import Kind, MeshAxes
 from jaxauto.cost.compute import factor_dims, matrix_seconds, operand_bytes, traffic_seconds
 from jaxauto.cost.onchip import SHARE
-from jaxauto.groups import Operand, Operation
+from jaxauto.groups import Groups, Operand, Operation
 from jaxauto.strategies import project
 
 FEWEST = 4  # devices
@@ -28,6 +30,7 @@ PIECES = 2  # of the result in a trip
 ADDED_UP = 3  # times that the result passes through HBM where there is no room for its pieces
 ADDED_UP_IN_BATCH = 2
 COPIED = 2  # times that an operand (its pieces, of a batch) does as it is copied from HBM to HBM
+WRITTEN = 2  # times that what is made for the loop does: as it is written, and read once more
 AT_ONCE = 4  # pieces that are alive
 ROOM = 0.875  # of on-chip memory, for operands and pieces
 LANES = 128  # what XLA wants the last dimension of a piece to be a multiple of
@@ -35,13 +38,22 @@ TURNS_CUT = ("v6e",)  # chips whose compiler transposes the operand with the sca
 
 
 def windowed(
-    op: Operation, result: Operand, values: dict, state: np.ndarray, target: np.ndarray, partial: np.ndarray, mesh: MeshAxes, chip: Any
+    op: Operation,
+    result: Operand,
+    values: dict,
+    state: np.ndarray,
+    target: np.ndarray,
+    partial: np.ndarray,
+    mesh: MeshAxes,
+    chip: Any,
+    inside: Sequence[int] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
     """Which sums are scattered beside their dot, and what the dot takes longer for that.
 
     Args:
       state: ``[a, axes]`` positions in ``op.factors``. target: ``[b, axes]`` in the result's dimensions.
       partial: ``bool [a, axes]``, axes along which the result is a term of a sum.
+      inside: the operands that are not in memory without a loop.
 
     Returns:
       ``bool [a, b]`` and the seconds of one run, ``float [a, b]``.
@@ -57,6 +69,7 @@ def windowed(
     here = project(state, factor_dims(op, result))
     apart = np.maximum(flops, traffic_seconds(sum(sizes) + added, chip))
     batch = _batch(op, state, mesh) > 1
+    written = sum((WRITTEN * sizes[k] * (sizes[k] > SHARE * chip.vmem_bytes) for k in inside), np.zeros(len(state)))
     for d, (_, factor) in enumerate(result.dims):
         has = [k for k, o in enumerate(op.operands) if any(f == factor for _, f in o.dims)]
         if len(has) != 1:
@@ -67,7 +80,7 @@ def windowed(
         turned = _turned(op, result, values, d, here, count, mesh, cut if chip.name in TURNS_CUT else None)
         one = _loop(cut, np.where(turned < 0, cut, turned), turned >= 0, sizes, added, flops, count, chip)
         each = _loop_of_batch(sizes[cut], sum(sizes) - sizes[cut], added, flops, count, chip)
-        longer = np.maximum(np.where(batch, each, one) - apart, 0.0)
+        longer = np.maximum(np.where(batch, each, one) - apart, 0.0) + traffic_seconds(written, chip)
         hidden[rows] |= pairs
         extra[rows] += pairs * longer[rows][:, None]
     return hidden, extra
@@ -123,6 +136,24 @@ def _turned(op: Operation, result: Operand, values: dict, d: int, here, count, m
 def last_dim(result: Operand) -> int:
     """The last dimension of a result that is not of one element."""
     return max(d for d, (_, factor) in enumerate(result.dims) if factor)
+
+
+def made_inside(groups: Groups, held: Set[int]) -> frozenset[int]:
+    """Operands of dots that are made as they are read: neither in memory (``held``) nor a view of what is."""
+    found = set()
+    for x in {o.value for op in groups.operations if op.rule.kind is Kind.DOT for o in op.operands}:
+        at: Any = x
+        while at not in held and _is_view(groups, at):
+            at = groups.graph.values[at].producer.inputs[0]
+        if at not in held:
+            found.add(x)
+    return frozenset(found)
+
+
+def _is_view(groups: Groups, number: Any) -> bool:
+    node = groups.graph.values[number].producer if isinstance(number, int) else None
+    rule = groups.rules.get(node.id) if node is not None else None
+    return rule is not None and bool(node.inputs) and (rule.kind is Kind.VIEW or node.prim == "transpose")
 
 
 def _batch(op: Operation, state: np.ndarray, mesh: MeshAxes) -> np.ndarray:

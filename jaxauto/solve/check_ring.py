@@ -8,7 +8,7 @@ from collections.abc import Collection
 from jaxauto.core import Kind
 from jaxauto.cost.compute import operation_flops, traffic_seconds
 from jaxauto.cost.onchip import SHARE
-from jaxauto.cost.windowed import ADDED_UP, ADDED_UP_IN_BATCH, AT_ONCE, COPIED, FEWEST, LANES, PIECES, ROOM, TURNS_CUT, last_dim
+from jaxauto.cost.windowed import ADDED_UP, ADDED_UP_IN_BATCH, AT_ONCE, COPIED, FEWEST, LANES, PIECES, ROOM, TURNS_CUT, WRITTEN, last_dim
 from jaxauto.graph import value_bytes
 from jaxauto.groups import Operand, Operation
 from jaxauto.solve.model import Model
@@ -51,11 +51,13 @@ def ring_seconds(
     shared = made.intersection(*of)
     moved, added = [held(o) for o in op.operands], held(result)
     apart = max(flops, traffic_seconds(sum(moved) + added, chip))
+    written = sum(WRITTEN * moved[k] for k in model.inside(op) if moved[k] > SHARE * chip.vmem_bytes)
+    first = traffic_seconds(written, chip)
     if math.prod(n for f, n in op.factors if f in shared) / pieces(shared) > 1:
         part, whole = moved[cut[0]], moved[1 - cut[0]]
         longer = max(flops, traffic_seconds(part + count / PIECES * whole + added, chip))
         longer += traffic_seconds(ADDED_UP_IN_BATCH * added + COPIED * part, chip)
-        return max(longer - apart, 0.0)
+        return max(longer - apart, 0.0) + first
     turned, copied = cut[0], False
     own = [(found & made) - shared for found in of]
     if all(own):
@@ -67,7 +69,7 @@ def ring_seconds(
             split = pieces([result.dims[last][1]]) * (count if last == d else 1)
             lanes = model.values[result.value].shape[last] / split % LANES == 0
             turned = int((result.dims[last][1] in own[1]) != lanes)
-    return max(_loop(moved, turned, cut[0], added, flops, count, chip, copied=copied) - apart, 0.0)
+    return max(_loop(moved, turned, cut[0], added, flops, count, chip, copied=copied) - apart, 0.0) + first
 
 
 def _loop(moved: list[float], turned: int, cut: int, added: float, flops: float, count: int, chip: Chip, *, copied: bool) -> float:

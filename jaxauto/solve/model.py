@@ -26,7 +26,7 @@ from jaxauto.cost.halo import SIDES, halo_collectives
 from jaxauto.cost.layout import padding
 from jaxauto.cost.onchip import SHARE
 from jaxauto.cost.reshard import passage_collectives, passage_tables
-from jaxauto.cost.windowed import windowed
+from jaxauto.cost.windowed import made_inside, windowed
 from jaxauto.graph import value_bytes
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
 from jaxauto.solve.facts import buffer_runs, narrowing, near_operands, offloaded_bytes, read_together, short_lived, spatial_dims
@@ -321,7 +321,7 @@ class Model:
             for o in op.results:
                 key = (
                     *(v, self.var("group", o.group), factor_dims(op, o), tuple(d for d, _ in o.dims)),
-                    *(reduced_factors(op, o), self.passage_bytes(o.value), self.resource_of(-1, o.value)),
+                    *(reduced_factors(op, o), self.passage_bytes(o.value), self.inside(op), self.resource_of(-1, o.value)),
                 )
                 count[key] += self.again(op.node.id)
                 first.setdefault(key, (op, o))
@@ -332,12 +332,17 @@ class Model:
             if longer.any():
                 self.problem.add_pair("compute", v, g, times * longer)
 
-    def result_tables(self, op: Operation, o: Operand, v: int, g: int, factors, dims, reduced, bytes_: float) -> tuple:
+    def result_tables(self, op: Operation, o: Operand, v: int, g: int, factors, dims, reduced, bytes_: float, inside) -> tuple:
         """(tables of the passage from a strategy to the group of a result, seconds that a dot takes longer in a windowed einsum)."""
         partial = np.isin(self.states[v], reduced) if reduced else np.zeros(self.states[v].shape, bool)
         target = project(self.states[g], dims)
-        beside, longer = windowed(op, o, self.values, self.states[v], target, partial, self.mesh, self.chip)
+        beside, longer = windowed(op, o, self.values, self.states[v], target, partial, self.mesh, self.chip, inside)
         return passage_tables(project(self.states[v], factors), target, bytes_, self.mesh, partial, beside), longer
+
+    def inside(self, op: Operation) -> tuple[int, ...]:
+        """Operands of a dot that are made as they are read."""
+        found = self.cached(("inside", self.variant), lambda: made_inside(self.groups, {int(n) for n in self.variant.origin}))
+        return tuple(k for k, o in enumerate(op.operands) if self.mesh.windows and o.value in found)
 
     # ------------------------------------------------------------------------------------------------------------- the way back
 
@@ -360,24 +365,20 @@ class Model:
             source, target = self.state(x, "group", e.source)[None], self.state(x, "group", e.target)[None]
             found += self._edge_collectives(e, source, target)
         for op in self.groups.operations:
+            strategy, again = self.state(x, "operation", op.node.id), self.again(op.node.id)
             for o in op.operands:
-                group = self.state(x, "group", o.group)[None]
-                here = project(group, tuple(d for d, _ in o.dims))[0]
+                here = project(self.state(x, "group", o.group)[None], tuple(d for d, _ in o.dims))[0]
                 steps = self._passage(here, self.operand_position(x, op, o), self.passage_bytes(o.value))
                 resource = self.resource_of(o.value, -1)
                 found += [(k, n, axes, self.fetches(op, o), s, resource, op.node.id) for k, n, axes, s in steps]
-            halos = self.halo_collectives(op, self.state(x, "operation", op.node.id))
-            again = SIDES * self.again(op.node.id)
-            found += [("collective-permute", n, axes, again, s, "blocking", op.node.id) for n, axes, s in halos]
+            halos = self.halo_collectives(op, strategy)
+            found += [("collective-permute", n, axes, SIDES * again, s, "blocking", op.node.id) for n, axes, s in halos]
             for o in op.results:
-                strategy = self.state(x, "operation", op.node.id)
-                partial = np.isin(strategy, reduced_factors(op, o))
+                here, partial = self.operand_position(x, op, o), np.isin(strategy, reduced_factors(op, o))
                 there = project(self.state(x, "group", o.group)[None], tuple(d for d, _ in o.dims))[0]
-                bytes_ = self.passage_bytes(o.value)
                 beside, _ = windowed(op, o, self.values, strategy[None], there[None], partial[None], self.mesh, self.chip)
-                steps = self._passage(self.operand_position(x, op, o), there, bytes_, partial, beside=bool(beside[0, 0]))
-                resource = self.resource_of(-1, o.value)
-                found += [(k, n, axes, self.again(op.node.id), s, resource, op.node.id) for k, n, axes, s in steps]
+                steps = self._passage(here, there, self.passage_bytes(o.value), partial, beside=bool(beside[0, 0]))
+                found += [(k, n, axes, again, s, self.resource_of(-1, o.value), op.node.id) for k, n, axes, s in steps]
         return found
 
     def _passage(self, here: np.ndarray, there: np.ndarray, bytes_: float, partial: np.ndarray | None = None, *, beside: bool = False):
