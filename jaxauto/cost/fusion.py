@@ -202,18 +202,18 @@ class _Fusion:
     def define(self, node: Node, number: int, kind: Kind, outputs: set[int]) -> None:
         value = self.values[number]
         operands = [x for x in node.inputs if isinstance(x, int)]
-        roots = frozenset().union(*(self.roots(x) for x in operands)) if operands else frozenset()
-        if kind in self.made_once or (kind not in _WRITES and any(x in self.virtual and x in self.costly for x in operands)):
+        roots = frozenset().union(*map(self.roots, operands))
+        fused = [] if (writes := kind in _WRITES) else [x for x in operands if x in self.virtual]
+        if kind in self.made_once or not self.costly.isdisjoint(fused):
             self.costly.add(number)
         sums = [u for u in value.users if self.kind(u) is Kind.REDUCE] if self.clusters and kind is Kind.EXPENSIVE else []
         softmax = is_softmax(value, sums)
-        inherits = kind not in _WRITES and any(x in self.virtual and x in self.heavy for x in operands)
-        if (kind is Kind.EXPENSIVE and not softmax) or inherits:
+        if (kind is Kind.EXPENSIVE and not softmax) or not self.heavy.isdisjoint(fused):
             self.heavy.add(number)
         if softmax and self.clusters:
             (self.summed if keeps_exp(value, sums) else self.clusters.apart).add(number)
-        moved = (kind is Kind.MOVE and node.prim != "transpose") or any(x in self.moved for x in operands)  # a transpose is a layout
-        wanted = kind in _WRITES or number in outputs or any(self.is_read(value, u, roots) for u in value.users)
+        moved = (kind is Kind.MOVE and node.prim != "transpose") or not self.moved.isdisjoint(operands)  # a transpose is a layout
+        wanted = writes or number in outputs or any(self.is_read(value, u, roots) for u in value.users)
         fans_out = not wanted and self.fans_out(value, roots)
         if fans_out and self.clusters and self.widens(node):
             (operand,) = operands  # kept as narrow as it was
@@ -226,7 +226,7 @@ class _Fusion:
                 self.unwritten.add(number)
             if kind is Kind.SCATTER or node.prim == "dynamic_update_slice":
                 self.writers.append((self.clock, number, self.roots(operands[0]) if operands else roots))
-            elif kind not in _WRITES and not moved:
+            elif not writes and not moved:
                 self.writers.append((self.clock, number, roots))
         else:
             self.virtual[number] = roots

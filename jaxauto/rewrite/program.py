@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from copy import copy
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -45,7 +44,8 @@ class Program:
     def _copied(self, graph: Graph) -> Graph:
         nodes = []
         for node in graph.nodes:
-            copied = self.nodes[node.id] = copy(node)  # of dataclasses.replace the longest part of a rewriting
+            copied = self.nodes[node.id] = object.__new__(Node)  # dataclasses.replace or copy would be a large part of a rewriting
+            copied.__dict__.update(node.__dict__)
             if node.bodies:
                 copied.bodies = tuple(self._copied(b) for b in node.bodies)
             nodes.append(copied)

@@ -24,7 +24,9 @@ from jaxauto.reruns import Rerun, find_reruns
 from jaxauto.rewrite.program import Program, Rewritten, cotangent_at, read_as, readers_of, renamed, ripeness
 
 
-def recompute(graph: Graph, kept: Mapping[int, frozenset[int]], remade: Collection[int] = ()) -> Rewritten:
+def recompute(
+    graph: Graph, kept: Mapping[int, frozenset[int]], remade: Collection[int] = (), blocks: tuple[Block, ...] | None = None
+) -> Rewritten:
     """A graph with the same results that keeps only ``kept`` of each block for the backward pass.
 
     Args:
@@ -32,11 +34,12 @@ def recompute(graph: Graph, kept: Mapping[int, frozenset[int]], remade: Collecti
       kept: index into ``find_blocks(graph)`` → ids of the values of that block (residuals or any others) that stay saved. Blocks that are
         not named stay as written.
       remade: values between blocks that are made again as well, see ``reruns.find_reruns``.
+      blocks: ``find_blocks(graph)``, if it is known.
 
     Raises:
       ValueError: no such block, or a value that its block does not make.
     """
-    blocks = find_blocks(graph)
+    blocks = find_blocks(graph) if blocks is None else blocks
     program = Program(graph)
     straight: dict[int, _Straight] = {}
     for number in sorted(kept):

@@ -203,15 +203,16 @@ class Remat:
 
     def _variant(self, kept: tuple, offloaded: frozenset[int], remade: frozenset[int]) -> Variant:
         chosen = {b: k for b, k in enumerate(kept) if k is not None}
-        rewritten = offload(recompute(self.graph, chosen, remade) if chosen else Rewritten(self.graph, {}), offloaded)
+        rewritten = offload(recompute(self.graph, chosen, remade, self.blocks) if chosen else Rewritten(self.graph, {}), offloaded)
         if self.chip.platform == "tpu":
             rewritten = hoist(rewritten)
         graph = rewritten.graph
         rules = self.groups.rules if graph is self.graph else {node.id: self._rule(node) for node in walk(graph) if not node.bodies}
         buffers = find_buffers(graph, rules, self.aliased, self.chip.platform, bytes_per_flop(self.chip))
-        origin = np.array([rewritten.origin.get(int(n), int(n)) for n in buffers.ids], int)
-        stacked = np.array([int(n) in rewritten.stacked for n in buffers.ids], bool)
-        buffers.bytes_[[int(n) in rewritten.host for n in buffers.ids]] = 0.0
+        ids = buffers.ids.tolist()
+        origin = np.array([rewritten.origin.get(n, n) for n in ids], int)
+        stacked = np.array([n in rewritten.stacked for n in ids], bool)
+        buffers.bytes_[[n in rewritten.host for n in ids]] = 0.0
         extra: dict[int, int] = {}
         for b, keep in chosen.items():
             nodes, _ = closure(self.blocks[b], keep)
