@@ -18,7 +18,7 @@ _LARGE = 0.01  # of all residual bytes: what goes between two answers that diffe
 
 
 def finer(solved: Any, base: Candidate, allowed: Any, count: int) -> list[Candidate]:
-    """Up to ``count`` answers that keep a little more or less than ``base``, nearest first; of a large program a sixth of that.
+    """Up to ``count`` answers that keep a little more or less than ``base``, nearest first; of a large program a sixth of that or fewer.
 
     Args:
       solved: what the search knew (``planner.Solved``). allowed: what users' constraints leave, as ``base`` was searched with.
@@ -26,8 +26,9 @@ def finer(solved: Any, base: Candidate, allowed: Any, count: int) -> list[Candid
     remade = base.variant.remade
     known = {c.variant.kept for c in solved.fitting if (c.model.mesh, c.variant.remade) == (base.model.mesh, remade)} | {base.variant.kept}
     found: list[Candidate] = []
-    if len(solved.remat.graph.values) > QUICK:
-        count = math.ceil(count / 6)
+    size = len(solved.remat.graph.values)
+    if size > QUICK:
+        count = min(math.ceil(count / 6), math.ceil(count * QUICK / size))
     for kept in _around(solved.remat, base.variant.kept):
         if len(found) == count:
             break

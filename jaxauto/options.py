@@ -18,6 +18,7 @@ from jaxauto.targets.target import Target, resolve
 AXIS_NAMES = ("data", "model", "expert", "stage")
 DEFAULT_SHARE = 0.92  # of what the chip has: room for fragmentation and the runtime
 _WINDOWS = {"tpu": 32}  # seen in schedules: gradients scattered over more devices are waited for
+_NO_WINDOWS = 4  # and so are those of a mesh of this many
 
 _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -78,6 +79,7 @@ def mesh_axes(shape: Mapping[str, int], target: Target) -> MeshAxes:
         links = tuple(AxisLink(target.chip.link_bandwidth, target.chip.hop_latency, wraps=False) for _ in sizes)
     whole = target.chip.platform == "tpu" and target.slices == 1 and total == target.num_devices
     sides = [n for n in target.topology if n > 1]
+    most = _WINDOWS.get(target.chip.platform)
     return MeshAxes(
         tuple(shape),
         sizes,
@@ -85,7 +87,7 @@ def mesh_axes(shape: Mapping[str, int], target: Target) -> MeshAxes:
         scatters=target.chip.platform != "cpu",
         sums_whole=whole and len(target.topology) == 3 and all(target.wraps),
         scatters_whole=whole and (len(sides) == 3 or (len(sides) == 2 and sides[0] == sides[1] > 2)),
-        windows=_WINDOWS.get(target.chip.platform),
+        windows=None if most is None else most if total > _NO_WINDOWS else 1,
     )
 
 

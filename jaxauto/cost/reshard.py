@@ -28,6 +28,7 @@ gather of the terms.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -69,9 +70,16 @@ def passage_tables(
         sizes, links = _subset(mesh, axes)
         alone = kind == "all-to-all" and mesh.windows is not None  # XLA:TPU runs no exchange beside work
         waits = waited[chosen] if kind in _SUMS and mesh.windows else np.full(len(amount), written != kind or alone)
-        tables[0][chosen] += np.where(waits, 0.0, collective_seconds(kind, amount, sizes, links))
+        ring = _in_a_ring(axes, mesh) if kind in _SUMS and mesh.windows else 1.0
+        tables[0][chosen] += np.where(waits, 0.0, collective_seconds(kind, ring * amount, sizes, links))
         tables[1][chosen] += np.where(waits, collective_seconds(written, amount, sizes, links), 0.0)
     return tables
+
+
+def _in_a_ring(axes: tuple[int, ...], mesh: MeshAxes) -> float:
+    """What n devices send beside a dot, in bytes of a reduce-scatter: n + 1 pieces, not n - 1 (``results/rings.md``)."""
+    n = math.prod(mesh.sizes[a] for a in axes)
+    return (n + 1) / max(1, n - 1)
 
 
 def _written(kind: str, axes: tuple[int, ...], mesh: MeshAxes) -> str:
@@ -95,8 +103,9 @@ def passage_collectives(
     found = []
     for kind, written, amount, axes, _ in _steps(source[None], target[None], bytes_, mesh, part):
         sizes, links = _subset(mesh, axes)
-        seconds = collective_seconds(kind if beside else written, amount, sizes, links)
-        found += [(kind, float(amount[0]), axes, float(seconds[0]))]
+        sent = amount * (_in_a_ring(axes, mesh) if beside else 1.0)
+        seconds = collective_seconds(kind if beside else written, sent, sizes, links)
+        found += [(kind, float(sent[0]), axes, float(seconds[0]))]
     return found
 
 

@@ -271,6 +271,8 @@ class _Answer:
                 if self.model.mesh.windows and kind in _SUMS:
                     waits = not beside
                 sizes, links = [self.sizes[a] for a in axes], [self.model.mesh.links[a] for a in axes]
+                if beside and self.model.mesh.windows and kind in _SUMS:
+                    amount *= (self.count(axes) + 1) / (self.count(axes) - 1)
                 seconds = float(collective_seconds("all-reduce" if merged and waits else kind, amount, sizes, links))
                 hidden, waited = hidden + seconds * (not waits), waited + seconds * waits
             self.seen[key] = hidden, waited
