@@ -62,7 +62,7 @@ def _leaner(plan: Plan, share: float, options: Any, progress: Callable[[str], No
 
     solved = plan._bound().solved
     before = plan.estimate.peak_memory
-    known = [c for c in (*solved.fitting, *between(plan, options, _BETWEEN)) if c.peak_bytes <= before * share]
+    known = [c for c in (*solved.fitting, *between(solved, options, _BETWEEN)) if c.peak_bytes <= before * share]
     near = min(known, key=lambda c: (c.seconds, c.peak_bytes), default=None)
     try:
         leaner = solve(solved.step, solved.target, before * share, options, progress)

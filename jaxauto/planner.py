@@ -88,6 +88,11 @@ class Solved:
     options: Options
     fitting: tuple[Candidate, ...] = ()  # all candidates of all meshes that fit
 
+    @property
+    def best(self) -> Candidate:
+        assert self.found.best is not None, "nothing fits"
+        return self.found.best
+
 
 def make_plan(fun: Callable, args: tuple, kwargs: dict, options: Options) -> Plan:
     """Plan ``fun(*args, **kwargs)``; static arguments are bound already. See ``jaxauto.plan``."""
@@ -96,14 +101,14 @@ def make_plan(fun: Callable, args: tuple, kwargs: dict, options: Options) -> Pla
         step = read(fun, args, kwargs, options.donate_argnums)
         target = resolve(options.target)
         budget = budget_bytes(options.memory_budget, target.chip.hbm_bytes)
-        plan = solve(step, target, budget, options, progress)
-        if not _should_certify(options):
-            plan = with_room(plan, budget, options, progress)
+        solved = searched(step, target, budget, options, progress)
+        sure = _should_certify(options)
+        plan = plan_for(solved, solved.best, budget, options) if sure else with_room(solved, budget, options, progress)
         if options.tune > 1:
             from jaxauto.tune import tuned
 
             plan = tuned(plan, budget, options, progress)
-        if _should_certify(options):
+        if sure:
             from jaxauto.certify import certified
 
             progress("certifying with the compiler")
@@ -161,7 +166,13 @@ def _warn_of_unknown(graph: Graph) -> tuple[str, ...]:
 
 
 def solve(step: Step, target: Target, budget: float, options: Options, progress: Callable[[str], None]) -> Plan:
-    """The best plan over the meshes, under ``budget`` bytes.
+    """The best plan over the meshes, under ``budget`` bytes. Raises: see ``searched``."""
+    solved = searched(step, target, budget, options, progress)
+    return plan_for(solved, solved.best, budget, options)
+
+
+def searched(step: Step, target: Target, budget: float, options: Options, progress: Callable[[str], None]) -> Solved:
+    """The best answer over the meshes, under ``budget`` bytes.
 
     Raises:
       InfeasibleError: no plan on any mesh fits.
@@ -191,10 +202,7 @@ def solve(step: Step, target: Target, budget: float, options: Options, progress:
     seconds = {"x".join(map(str, s.mesh.sizes)): (f.best.seconds if f.best else float("inf")) for s, f in results}
     found.seconds_spent["all meshes"] = time.monotonic() - started
     everything = tuple(candidate for _, f in fitting for candidate in f.fitting)
-    solved = Solved(step, target, remat, levels, found, seconds, options, everything)
-    assert found.best is not None
-    _checked(found.best, step, budget, options)
-    return build_plan(solved, found.best, budget, options)
+    return Solved(step, target, remat, levels, found, seconds, options, everything)
 
 
 def _simplest(fitting: list[tuple[Search, Found]]) -> Found:
@@ -328,13 +336,18 @@ def build_plan(solved: Solved, best: Candidate, budget: float, options: Options)
     )
 
 
+def plan_for(solved: Solved, candidate: Candidate, budget: float, options: Options) -> Plan:
+    """One of the answers found as a Plan, checked."""
+    _checked(candidate, solved.step, budget, options)
+    if candidate is not solved.found.best:
+        solved = replace(solved, found=replace(solved.found, best=candidate))
+    return build_plan(solved, candidate, budget, options)
+
+
 def plan_of(plan: Plan, candidate: Candidate, budget: float, options: Options) -> Plan:
     """Another answer to ``plan``'s step as a Plan."""
     solved = plan._bound().solved
-    if candidate is solved.found.best:
-        return plan
-    _checked(candidate, solved.step, budget, options)
-    return build_plan(replace(solved, found=replace(solved.found, best=candidate)), candidate, budget, options)
+    return plan if candidate is solved.found.best else plan_for(solved, candidate, budget, options)
 
 
 def remat_decisions(solved: Solved, best: Candidate) -> list[RematDecision]:

@@ -40,42 +40,45 @@ def has_room(candidate: Candidate, budget: float) -> bool:
     return candidate.peak_bytes + heap_gaps(candidate) <= budget
 
 
-def with_room(plan: Plan, budget: float, options: Any, progress: Callable[[str], None]) -> Plan:
-    """``plan``, or the fastest found that leaves room within ``budget`` bytes for gaps in the heap.
+def with_room(solved: Any, budget: float, options: Any, progress: Callable[[str], None]) -> Plan:
+    """A plan of the best answer, or of the fastest found that leaves room within ``budget`` bytes for gaps in the heap.
 
-    Where none does, or only one that is much slower, ``plan`` with a note.
+    Where none does, or only one that is much slower, the best one with a note.
+
+    Args:
+      solved: what the search knows (``planner.Solved``).
     """
-    from jaxauto.planner import gib, solve  # the planner makes room, and making room plans again
+    from jaxauto.planner import gib, plan_for, searched  # the planner makes room, and making room plans again
 
-    solved = plan._bound().solved
-    if has_room(solved.found.best, budget):
-        return plan
-    gaps = heap_gaps(solved.found.best)
+    best = solved.best
+    if has_room(best, budget):
+        return plan_for(solved, best, budget, options)
+    gaps = heap_gaps(best)
     told = "certify=True has the compiler say what it needs"
-    found = _with_room(plan, budget, options)
+    source, found = solved, _with_room(solved, budget, options)
     if found is None and len(solved.remat.graph.values) <= QUICK:
         progress("planning again, with room for gaps in the compiler's heap")
         with contextlib.suppress(InfeasibleError):
-            found = _with_room(solve(solved.step, solved.target, budget - gaps, options, progress), budget, options)
-    slower = found.estimate.step_time / plan.estimate.step_time - 1 if found else math.inf
+            source = searched(solved.step, solved.target, budget - gaps, options, progress)
+            found = _with_room(source, budget, options)
+    slower = found.seconds / best.seconds - 1 if found else math.inf
     if found is None or slower > _DEAREST:
+        plan = plan_for(solved, best, budget, options)
         note = f"the compiler's heap may take {gib(gaps)} more than is alive at once, and may not fit: {told}"
-        return replace(plan, notes=(*plan.notes, note))
-    room = budget - found.estimate.peak_memory
-    note = f"{gib(room)} of the budget are left for gaps in the compiler's heap, which takes {slower:.1%} of time by the estimate: {told}"
-    return replace(found, budget_bytes=budget, notes=(*found.notes, note))
+    else:
+        plan = plan_for(source, found, budget, options)
+        left = gib(budget - plan.estimate.peak_memory)
+        note = f"{left} of the budget are left for gaps in the compiler's heap, which takes {slower:.1%} of time by the estimate: {told}"
+    return replace(plan, notes=(*plan.notes, note))
 
 
-def _with_room(plan: Plan, budget: float, options: Any) -> Plan | None:
-    """The fastest answer with room that is known of when ``plan`` is."""
-    from jaxauto.planner import plan_of
-
-    pool = [c for c in (*plan._bound().solved.fitting, *between(plan, options, _FINER)) if has_room(c, budget)]
-    return plan_of(plan, min(pool, key=lambda c: (c.seconds, c.peak_bytes)), budget, options) if pool else None
+def _with_room(solved: Any, budget: float, options: Any) -> Candidate | None:
+    """The fastest answer with room that is known of when the best one is."""
+    pool = [c for c in (*solved.fitting, *between(solved, options, _FINER)) if has_room(c, budget)]
+    return min(pool, key=lambda c: (c.seconds, c.peak_bytes), default=None)
 
 
-def between(plan: Plan, options: Any, count: int) -> list[Candidate]:
-    """Answers near the plan's own that keep a little more or less, see ``finer.py``."""
-    solved = plan._bound().solved
-    best = solved.found.best
+def between(solved: Any, options: Any, count: int) -> list[Candidate]:
+    """Answers near the best one that keep a little more or less, see ``finer.py``."""
+    best = solved.best
     return finer(solved, best, allowed_states(options.constraints, solved.step.traced, solved.step.groups, best.model.mesh), count)

@@ -63,7 +63,7 @@ def tuned(plan: Plan, budget: float, options: Any, progress: Callable[[str], Non
 def candidates(plan: Plan, budget: float, options: Any) -> list[Candidate]:
     """What to compile, the fastest first: the plan's own answer, the search's, those around the best; those that should fit come first."""
     solved = plan._bound().solved
-    found = different((solved.found.best, *solved.fitting, *between(plan, options, options.tune)), math.inf)
+    found = different((solved.found.best, *solved.fitting, *between(solved, options, options.tune)), math.inf)
     fitting = [c for c in found if c is solved.found.best or has_room(c, budget)]
     return (fitting + [c for c in found if all(c is not other for other in fitting) and c.peak_bytes <= budget])[: options.tune]
 

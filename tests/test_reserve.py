@@ -94,7 +94,7 @@ def test_where_nothing_leaves_room_the_plan_says_what_may_happen():
 
 
 def test_answers_between_the_levels_are_right_and_differ(roomy):
-    found = between(roomy, Options(), 20)
+    found = between(roomy._bound().solved, Options(), 20)
     known = {c.variant.kept for c in roomy._bound().solved.fitting}
     assert len({c.variant.kept for c in found} - known) == len(found) > 0
     assert all(check(c) == [] for c in found)
@@ -123,7 +123,7 @@ def test_certification_takes_an_answer_between_the_levels_where_the_search_has_n
     options = roomy._bound().solved.options
     plan = certify._leaner(roomy, 0.9, options, print)
     assert plan is not None and plan.estimate.peak_memory <= 0.9 * roomy.estimate.peak_memory
-    known = [*roomy._bound().solved.fitting, *between(roomy, options, 24)]
+    known = [*roomy._bound().solved.fitting, *between(roomy._bound().solved, options, 24)]
     assert plan.estimate.step_time == min(c.seconds for c in known if c.peak_bytes <= 0.9 * roomy.estimate.peak_memory)
 
 
