@@ -376,8 +376,8 @@ class Model:
             for o in op.results:
                 here, partial = self.operand_position(x, op, o), np.isin(strategy, reduced_factors(op, o))
                 there = project(self.state(x, "group", o.group)[None], tuple(d for d, _ in o.dims))[0]
-                beside, _ = windowed(op, o, self.values, strategy[None], there[None], partial[None], self.mesh, self.chip)
-                steps = self._passage(here, there, self.passage_bytes(o.value), partial, beside=bool(beside[0, 0]))
+                beside = partial.any() and windowed(op, o, self.values, strategy[None], there[None], partial[None], self.mesh, self.chip)[0]
+                steps = self._passage(here, there, self.passage_bytes(o.value), partial, beside=bool(np.any(beside)))
                 found += [(k, n, axes, again, s, self.resource_of(-1, o.value), op.node.id) for k, n, axes, s in steps]
         return found
 
