@@ -37,9 +37,9 @@ class Kind(enum.Enum):
     SCATTER = "scatter"
     SCAN = "scan"  # cumsum, sort, fft: a whole dimension at once
     CONTROL = "control"  # has bodies: scan, while, cond
+    OPAQUE = "opaque"  # unknown
 
     __hash__ = object.__hash__  # of one object for each member; Enum's own is Python code, and kinds are looked up millions of times
-    OPAQUE = "opaque"  # unknown
 
 
 OPERATIONS = frozenset({Kind.DOT, Kind.CONV, Kind.GATHER, Kind.SCATTER})  # have a strategy of their own; the others follow

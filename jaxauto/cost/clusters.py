@@ -186,13 +186,9 @@ class Clusters:
             dots = {r for r in roots if r in start and r not in self.stored and self._is_dot(r)}
             node = self.values[number].producer
             last = max(dots, key=start.__getitem__, default=None)
-            sums = number not in owner and node is not None and self.rules[node.id].kind is Kind.REDUCE
-            if (
-                sums
-                and last is not None
-                and self._goes_along(self._node(last), node)
-                and not self._through_others(roots, last, start[last])
-            ):
+            if number in owner or last is None or node is None or self.rules[node.id].kind is not Kind.REDUCE:
+                continue
+            if self._goes_along(self._node(last), node) and not self._through_others(roots, last, start[last]):
                 found[number] = last
         return found
 

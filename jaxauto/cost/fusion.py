@@ -16,7 +16,6 @@ What only the optimizer does is scheduled as soon as its gradient is there, as s
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,7 +24,7 @@ from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule, Value
 from jaxauto.cost.clusters import FUSING, Clusters
 from jaxauto.cost.order import in_donated, schedule
 from jaxauto.cost.patterns import is_select, is_softmax, is_strided, keeps_exp
-from jaxauto.graph import value_bytes
+from jaxauto.graph import value_bytes, walk
 
 _WRITES = frozenset({Kind.DOT, Kind.CONV, Kind.GATHER, Kind.SCATTER, Kind.SCAN, Kind.OPAQUE, Kind.CONTROL, Kind.REDUCE})
 _READS = _WRITES - {Kind.REDUCE}
@@ -110,8 +109,11 @@ class _Fusion:
         self.summed: set[int] = set()  # on TPU: the exp of a softmax
         self.in_place: set[int] = set()  # shares another buffer's memory from the start
         self.clock = 0
-        self.kind = functools.cache(self._kind)
+        self.kinds = {node.id: self._kind(node) for node in walk(graph)}
         self.unwritten = {*graph.inputs, *graph.consts}
+
+    def kind(self, node: Node) -> Kind:
+        return self.kinds[node.id]
 
     def _kind(self, node: Node) -> Kind:
         known = node.id in self.rules and "space" not in node.params and not (self.clusters and is_strided(node))
@@ -315,9 +317,7 @@ class _Fusion:
     def take_over(self, inputs: set[int]) -> None:
         """A result takes the memory of an operand of its size that dies as it is written."""
         taken = set(inputs)
-        for at, number, roots in self.writers:
-            if number in self.in_place:
-                continue
+        for at, number, roots in (w for w in self.writers if w[1] not in self.in_place):
             size = value_bytes(self.values[number])
             for root in sorted(roots - taken):
                 dies = self.last.get(root) == at and self.start.get(root, at) < at
