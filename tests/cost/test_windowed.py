@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxauto.cost.compute import operation_seconds
-from jaxauto.cost.windowed import windowed
+from jaxauto.cost.windowed import made_inside, windowed
 from jaxauto.options import mesh_axes
 from jaxauto.planner import read
 from jaxauto.solve.positions import reduced_factors
@@ -102,6 +102,26 @@ def test_a_dot_bound_by_the_matrix_unit_waits_for_the_transposed_operand():
     k, m, n = BIG
     assert own == pytest.approx(2 * k * m * n / (chip.flops_efficiency * chip.peak_flops(jnp.bfloat16)))
     assert extra == pytest.approx(2 * k * m / (chip.bandwidth_efficiency * chip.hbm_bandwidth))
+
+
+def test_what_a_dot_makes_as_it_reads_is_written_for_a_loop():
+    """A view of what is in memory is read as it is; a product is made in the dot, and has to lie somewhere when pieces of it are read."""
+
+    def step(a, b):
+        return jnp.einsum("km,kn->mn", (a * jnp.exp(a)).astype(jnp.bfloat16), b.T.astype(jnp.bfloat16), preferred_element_type=jnp.bfloat16)
+
+    k, m, n = BIG
+    args = jax.ShapeDtypeStruct((8 * k, m), jnp.float32), jax.ShapeDtypeStruct((n, 8 * k), jnp.float32)
+    groups = read(step, args, {}).groups
+    (op,) = groups.operations
+    inside = made_inside(groups, {*groups.graph.inputs})
+    assert [o.value in inside for o in op.operands] == [True, False]
+    target = Target("v5e:2x4")
+    mesh, (result,) = mesh_axes({"a": 8}, target), op.results
+    row = np.array([[reduced_factors(op, result)[0]]], np.int8)
+    given = (op, result, groups.graph.values, row, np.array([[1]], np.int8), np.ones((1, 1), bool), mesh, target.chip)
+    longer = windowed(*given, (0,))[1] - windowed(*given)[1]
+    assert longer == pytest.approx(2 * 2 * k * m / (target.chip.bandwidth_efficiency * target.chip.hbm_bandwidth))
 
 
 # (tokens, m, n) of one device, devices, dimension the sum is scattered over -> milliseconds of the compiled loop with what is before it and
