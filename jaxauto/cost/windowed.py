@@ -5,7 +5,8 @@ dimension, the other operand whole. One operand is transposed before the loop (`
 other one stays on chip if it is small; else, if the first leaves room, it is brought there, whole, for every second dot, while the dot
 before it leaves time for that. The pieces are added up on chip as long as there is room. Of a batch the pieces' part is copied out of its
 operand instead, nothing stays on chip, and the pieces pass through HBM. What another dot would make of its operands as it reads them
-(``made_inside``) is written before the loop, unless it stays on chip.
+(``made_inside``) is written before the loop, unless it stays on chip. Convolutions, whose weights' gradients are scattered, are taken apart
+too (seen in a U-Net): the pieces' part has few features, so tiles are mostly empty, and is written and read.
 
 Seen in schedules of single dots for v5e, v5p and v6e, on meshes of one and two axes: n is 4 to 32; the sum goes to one dimension, of one
 operand alone (no batch), that is not split already; and the flops of the n devices take at least about as long as sending one's
@@ -59,7 +60,7 @@ def windowed(
       ``bool [a, b]`` and the seconds of one run, ``float [a, b]``.
     """
     hidden, extra = np.zeros((len(state), len(target)), bool), np.zeros((len(state), len(target)))
-    if op.rule.kind is not Kind.DOT or len(op.operands) != 2 or mesh.windows is None:
+    if op.rule.kind not in (Kind.DOT, Kind.CONV) or len(op.operands) != 2 or mesh.windows is None:
         return hidden, extra
     count = np.where(partial, np.asarray(mesh.sizes, float), 1.0).prod(-1)
     flops = matrix_seconds(op, values, state, mesh.sizes, chip)
@@ -77,10 +78,13 @@ def windowed(
         rows = np.nonzero(fits & ~(here == d).any(-1))[0]
         pairs = (~partial[rows][:, None] | (target == d)[None]).all(-1)
         (cut,) = has
-        turned = _turned(op, result, values, d, here, count, mesh, cut if chip.name in TURNS_CUT else None)
-        one = _loop(cut, np.where(turned < 0, cut, turned), turned >= 0, sizes, added, flops, count, chip)
-        each = _loop_of_batch(sizes[cut], sum(sizes) - sizes[cut], added, flops, count, chip)
-        longer = np.maximum(np.where(batch, each, one) - apart, 0.0) + traffic_seconds(written, chip)
+        if op.rule.kind is Kind.CONV:
+            loop = _loop_of_convolution(sizes[cut], sizes[1 - cut], added, flops, count, values[result.value].shape[d], chip)
+        else:
+            turned = _turned(op, result, values, d, here, count, mesh, cut if chip.name in TURNS_CUT else None)
+            one = _loop(cut, np.where(turned < 0, cut, turned), turned >= 0, sizes, added, flops, count, chip)
+            loop = np.where(batch, _loop_of_batch(sizes[cut], sizes[1 - cut], added, flops, count, chip), one)
+        longer = np.maximum(loop - apart, 0.0) + traffic_seconds(written, chip)
         hidden[rows] |= pairs
         extra[rows] += pairs * longer[rows][:, None]
     return hidden, extra
@@ -111,6 +115,13 @@ def _loop_of_batch(cut, whole, added, flops, count, chip: Any) -> np.ndarray:
     """Seconds of a loop over a batch of dots, for each state: of operands of ``cut`` and ``whole`` bytes and a result of ``added``."""
     through = np.maximum(flops, traffic_seconds(cut + count / PIECES * whole + added, chip))
     return through + traffic_seconds(ADDED_UP_IN_BATCH * added + COPIED * cut, chip)
+
+
+def _loop_of_convolution(cut, whole, added, flops, count, features: int, chip: Any) -> np.ndarray:
+    """Seconds of a loop of convolutions, for each state; ``features``: of the scattered dimension, whole."""
+    piece = features / np.maximum(count, 1.0)
+    padded = np.ceil(piece / LANES) * LANES / piece
+    return np.maximum(flops, traffic_seconds(WRITTEN * padded * cut + count / PIECES * whole + added, chip))
 
 
 def _turned(op: Operation, result: Operand, values: dict, d: int, here, count, mesh: MeshAxes, always: int | None) -> np.ndarray:

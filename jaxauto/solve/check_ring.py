@@ -37,7 +37,7 @@ def ring_seconds(
 
     count = math.prod(sizes[a] for a in partial)
     places = {there[a] for a in partial}
-    if not model.mesh.windows or op.rule.kind is not Kind.DOT or len(of) != 2:
+    if not model.mesh.windows or op.rule.kind not in (Kind.DOT, Kind.CONV) or len(of) != 2:
         return None
     if not FEWEST <= count <= model.mesh.windows or len(places) != 1:
         return None
@@ -53,8 +53,12 @@ def ring_seconds(
     apart = max(flops, traffic_seconds(sum(moved) + added, chip))
     written = sum(WRITTEN * moved[k] for k in model.inside(op) if moved[k] > SHARE * chip.vmem_bytes)
     first = traffic_seconds(written, chip)
+    part, whole = moved[cut[0]], moved[1 - cut[0]]
+    if op.rule.kind is Kind.CONV:
+        features = model.values[result.value].shape[d] / count
+        padded = math.ceil(features / LANES) * LANES / features
+        return max(max(flops, traffic_seconds(WRITTEN * padded * part + count / PIECES * whole + added, chip)) - apart, 0.0) + first
     if math.prod(n for f, n in op.factors if f in shared) / pieces(shared) > 1:
-        part, whole = moved[cut[0]], moved[1 - cut[0]]
         longer = max(flops, traffic_seconds(part + count / PIECES * whole + added, chip))
         longer += traffic_seconds(ADDED_UP_IN_BATCH * added + COPIED * part, chip)
         return max(longer - apart, 0.0) + first

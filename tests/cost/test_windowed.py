@@ -124,6 +124,30 @@ def test_what_a_dot_makes_as_it_reads_is_written_for_a_loop():
     assert longer == pytest.approx(2 * 2 * k * m / (target.chip.bandwidth_efficiency * target.chip.hbm_bandwidth))
 
 
+def test_a_convolution_is_taken_apart_into_few_features():
+    """Of the gradient of a weight [3, 3, 64, 64] over eight devices a piece has 8 features, each tile 128: 16 times the operand."""
+
+    def step(x, dy):
+        return jax.lax.conv_general_dilated(x, dy, (1, 1), ((1, 1), (1, 1)), dimension_numbers=("CHWN", "IHWO", "HWNC"))
+
+    x = jax.ShapeDtypeStruct((64, 64, 64, 64), jnp.bfloat16)
+    groups = read(step, (x, x), {}).groups
+    (op,) = groups.operations
+    (result,) = op.results
+    assert groups.graph.values[result.value].shape == (3, 3, 64, 64)
+    target = Target("v5e:2x4")
+    mesh, names = mesh_axes({"a": 8}, target), [f for f, _ in op.factors]
+    batch = op.operands[0].dims[0][1]  # as the operands lie, "C" is the sequence: what the gradient is summed over
+    row, there = np.array([[names.index(batch)]], np.int8), np.array([[2], [3]], np.int8)
+    assert names.index(batch) in reduced_factors(op, result)
+    hidden, extra = windowed(op, result, groups.graph.values, row, there, np.ones((1, 1), bool), mesh, target.chip)
+    per_byte = 1 / (target.chip.bandwidth_efficiency * target.chip.hbm_bandwidth)
+    part, added = x.size * 2 / 8, 9 * 64 * 64 * 2
+    own = operation_seconds(op, groups.graph.values, row, mesh.sizes, target.chip)[0]
+    assert hidden.all()
+    assert extra == pytest.approx(np.full((1, 2), (2 * 16 * part + 4 * part + added) * per_byte - own))
+
+
 # (tokens, m, n) of one device, devices, dimension the sum is scattered over -> milliseconds of the compiled loop with what is before it and
 # the update after it: scripts/results/rings.md
 LOOPS = [
