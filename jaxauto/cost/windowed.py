@@ -70,7 +70,7 @@ def windowed(
     here = project(state, factor_dims(op, result))
     apart = np.maximum(flops, traffic_seconds(sum(sizes) + added, chip))
     batch = _batch(op, state, mesh) > 1
-    written = sum((WRITTEN * sizes[k] * (sizes[k] > SHARE * chip.vmem_bytes) for k in inside), np.zeros(len(state)))
+    made = [WRITTEN * s * ((k in inside) & (s > SHARE * chip.vmem_bytes)) for k, s in enumerate(sizes)]
     for d, (_, factor) in enumerate(result.dims):
         has = [k for k, o in enumerate(op.operands) if any(f == factor for _, f in o.dims)]
         if len(has) != 1:
@@ -84,6 +84,7 @@ def windowed(
             turned = _turned(op, result, values, d, here, count, mesh, cut if chip.name in TURNS_CUT else None)
             one = _loop(cut, np.where(turned < 0, cut, turned), turned >= 0, sizes, added, flops, count, chip)
             loop = np.where(batch, _loop_of_batch(sizes[cut], sizes[1 - cut], added, flops, count, chip), one)
+        written = made[1 - cut] + np.where(batch, 0.0, made[cut])  # of a batch it is made as its pieces are copied out
         longer = np.maximum(loop - apart, 0.0) + traffic_seconds(written, chip)
         hidden[rows] |= pairs
         extra[rows] += pairs * longer[rows][:, None]

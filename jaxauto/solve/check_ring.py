@@ -51,14 +51,15 @@ def ring_seconds(
     shared = made.intersection(*of)
     moved, added = [held(o) for o in op.operands], held(result)
     apart = max(flops, traffic_seconds(sum(moved) + added, chip))
-    written = sum(WRITTEN * moved[k] for k in model.inside(op) if moved[k] > SHARE * chip.vmem_bytes)
-    first = traffic_seconds(written, chip)
+    batch = math.prod(n for f, n in op.factors if f in shared) / pieces(shared) > 1
+    written = [k for k in model.inside(op) if moved[k] > SHARE * chip.vmem_bytes and not (batch and k == cut[0])]
+    first = traffic_seconds(sum(WRITTEN * moved[k] for k in written), chip)
     part, whole = moved[cut[0]], moved[1 - cut[0]]
     if op.rule.kind is Kind.CONV:
         features = model.values[result.value].shape[d] / count
         padded = math.ceil(features / LANES) * LANES / features
         return max(max(flops, traffic_seconds(WRITTEN * padded * part + count / PIECES * whole + added, chip)) - apart, 0.0) + first
-    if math.prod(n for f, n in op.factors if f in shared) / pieces(shared) > 1:
+    if batch:
         longer = max(flops, traffic_seconds(part + count / PIECES * whole + added, chip))
         longer += traffic_seconds(ADDED_UP_IN_BATCH * added + COPIED * part, chip)
         return max(longer - apart, 0.0) + first
