@@ -103,8 +103,9 @@ def passage_collectives(
     found = []
     for kind, written, amount, axes, _ in _steps(source[None], target[None], bytes_, mesh, part):
         sizes, links = _subset(mesh, axes)
-        sent = amount * (_in_a_ring(axes, mesh) if beside else 1.0)
-        seconds = collective_seconds(kind if beside else written, sent, sizes, links)
+        ring = beside and kind in _SUMS
+        sent = amount * (_in_a_ring(axes, mesh) if ring else 1.0)
+        seconds = collective_seconds(kind if ring else written, sent, sizes, links)
         found += [(kind, float(sent[0]), axes, float(seconds[0]))]
     return found
 

@@ -111,6 +111,16 @@ def test_a_sum_is_hidden_beside_its_dot_alone(windows, beside, waits):
     assert (hidden, waited) == ((0.0, total) if waits else (ring(800.0, [4], [LINK]) if windows else total, 0.0))
 
 
+def test_of_a_passage_the_sum_alone_goes_round_the_ring():
+    source, target, partial = np.array([W, 0], np.int8), np.array([0, 1], np.int8), np.array([True, False])
+    tpu = MeshAxes(MESH.names, MESH.sizes, MESH.links, windows=32)
+    found = passage_collectives(source, target, 800.0, tpu, partial, beside=True)
+    assert [kind for kind, *_ in found] == ["reduce-scatter", "all-to-all"]
+    assert [bytes_ for _, bytes_, *_ in found] == pytest.approx([400.0 * 5 / 3, 200.0])
+    tables = passage_tables(source[None], target[None], 800.0, tpu, partial[None], np.ones((1, 1), bool))
+    assert tables.sum() == pytest.approx(sum(seconds for *_, seconds in found))
+
+
 def test_an_exchange_is_waited_for_on_tpu():
     source, target = np.array([[0, W]], np.int8), np.array([[1, W]], np.int8)
     tpu = MeshAxes(MESH.names, MESH.sizes, MESH.links, windows=32)
