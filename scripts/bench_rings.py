@@ -1,8 +1,8 @@
 """Weight gradients whose sum is scattered beside the dot, estimated and compiled: python scripts/bench_rings.py. Writes results/rings.md.
 
 A weight of a transformer's size, the batch over all devices, the weight (so its gradient) split in one of its two dimensions.
-``jaxauto/cost/windowed.py`` was read off these schedules so the table shows that it is what they do, not that
-it holds elsewhere.
+``jaxauto/cost/windowed.py`` was read off these schedules, so the table shows that it is what they do, not that it holds elsewhere. Sent:
+bytes of a reduce-scatter; a ring sends n + 1 pieces instead of n - 1. Four devices in all make none: their sum is waited for.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ SIZES = (  # width, wide dimension, sequences of one device, their length, targe
     (4096, 14336, 1, 4096, "v5e:4x4", 16),
     (4096, 14336, 1, 4096, "v5p:4x4x2", 32),
     (1280, 5120, 16, 512, "v6e:2x4", 8),
+    (2048, 8192, 4, 2048, "v5e:4x8", 32),
+    (2048, 8192, 4, 2048, "v5e:2x2", 4),
+    (2048, 8192, 4, 2048, "v5p:2x2x1", 4),
 )
 
 
@@ -64,17 +67,17 @@ def measure(size: tuple, split: int, *, transposed: bool) -> str:
     results = {(c.name, i.name): i for c in module.computations.values() for i in c.instructions}
     copied = [list(results[r.computation, r.name].shapes[0].dims) for r in schedule.breakdown if r.name.startswith("copy") and r.hbm_bytes]
     told, found = plan.estimate.compute_time, schedule.compute_seconds
+    sent = [sum(c.bytes_ * c.count for c in plan.estimate.collectives), sum(c.role_bytes * c.count for c in module.collectives)]
     cells = [f"{shape}", shape[split], shape[split] // devices, target, ", ".join(map(str, copied[:1])), f"{1e3 * told:.3f}"]
-    return f"| {' | '.join(map(str, cells))} | {1e3 * found:.3f} | {told / found - 1:+.1%} |"
+    cells += [f"{1e3 * found:.3f}", f"{told / found - 1:+.1%}", *(f"{b / 2**20:.2f}" for b in sent)]
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     lines = ["# Weight gradients scattered beside their dots", "", f"Made by scripts/bench_rings.py; jax {jax.__version__}.", ""]
-    lines += [
-        "| weight | split | a device's part | target | copied before | ms estimated | of the schedule | error |",
-        "|---|" + "---|" * 7,
-    ]
+    head = "| weight | split | a device's part | target | copied before | ms estimated | of the schedule | error |"
+    lines += [f"{head} MiB sent estimated | compiled |", "|---|" + "---|" * 9]
     for size, transposed, split in itertools.product(SIZES, (False, True), (0, 1)):
         lines.append(measure(size, split, transposed=transposed))
         print(lines[-1], flush=True)
