@@ -124,6 +124,7 @@ def _anchors(model: Model, x: np.ndarray) -> Iterator[int]:
         here = project(model.state(x, "group", e.source)[None], tuple(a for a, _ in e.dims))
         there = project(model.state(x, "group", e.target)[None], tuple(b for _, b in e.dims))
         if (here != there).any():
-            for number in (e.value, e.result):
+            only_summed = bool(e.reduced) and not ((here != there) & ~np.isin(here, _summed(e))).any()
+            for number in (e.value, e.result)[only_summed:]:
                 if model.values[number].shape:
                     yield number
