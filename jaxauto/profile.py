@@ -15,7 +15,7 @@ import numpy as np
 from jaxauto import frontend
 from jaxauto.core import Graph, Kind, Literal, Node
 from jaxauto.cost.compute import bytes_per_flop
-from jaxauto.cost.fusion import Buffers, find_buffers
+from jaxauto.cost.fusion import find_buffers
 from jaxauto.cost.layout import padding
 from jaxauto.cost.liveness import live_bytes
 from jaxauto.errors import ArgumentError
@@ -222,12 +222,13 @@ def _program(traced: Traced, chip: Any) -> Profiled:
     platform, rate = (_PLATFORM, 0.0) if chip is None else (chip.platform, bytes_per_flop(chip))
     aliased = aliased_outputs(traced, graph)
     buffers = find_buffers(graph, rules, aliased, platform, rate)
-    sizes = buffers.bytes_ if chip is None or not chip.tile else buffers.bytes_ * _padding(traced, graph, buffers, chip)
-    return Profiled(traced, graph, rules, buffers, sizes, live_bytes(buffers, sizes), lambda _: 1.0, lambda _: 1.0, aliased)
+    padded = (lambda _: 1.0) if chip is None or not chip.tile else _padding(traced, graph, chip)
+    sizes = buffers.bytes_ * np.array([padded(int(n)) for n in buffers.ids])
+    return Profiled(traced, graph, rules, buffers, sizes, live_bytes(buffers, sizes), lambda _: 1.0, lambda _: 1.0, aliased, padded)
 
 
-def _padding(traced: Traced, graph: Graph, buffers: Buffers, chip: Any) -> np.ndarray:
-    """By how much tiles enlarge each buffer on one device of ``chip``."""
+def _padding(traced: Traced, graph: Graph, chip: Any) -> Callable[[int], float]:
+    """Value id → by how much tiles enlarge it on one device of ``chip``."""
     groups = find_groups(graph, traced.state)
     spatial = spatial_dims(groups)
     whole = np.zeros((1, 0), int)
@@ -236,11 +237,11 @@ def _padding(traced: Traced, graph: Graph, buffers: Buffers, chip: Any) -> np.nd
     def of(shape: tuple[int, ...], minor: tuple[int, ...]) -> float:
         return float(padding(whole, shape, minor, (), chip.tile)[0])
 
-    def minor(number: int) -> tuple[int, ...]:
+    def padded(number: int) -> float:
         group, dims = groups.place[number]
-        return tuple(i for i, d in enumerate(dims) if (group, d) not in spatial)
+        return of(graph.values[number].shape, tuple(i for i, d in enumerate(dims) if (group, d) not in spatial))
 
-    return np.array([of(graph.values[int(n)].shape, minor(int(n))) for n in buffers.ids])
+    return padded
 
 
 class _Profiler:

@@ -29,6 +29,7 @@ class Profiled:
     Attributes:
       pieces: value id → number of pieces the value is cut into. shares: node id → number of devices that share a node's work.
       live: live bytes at each position on one device; sizes: bytes of each buffer there, tile padding included.
+      padded: value id → by how much tiles enlarge what one device holds of it.
       aliased: outputs that reuse the memory of a donated argument.
     """
 
@@ -41,6 +42,7 @@ class Profiled:
     pieces: Callable[[int], float]
     shares: Callable[[Node], float]
     aliased: frozenset[int] = frozenset()
+    padded: Callable[[int], float] = lambda _: 1.0
     mesh: Mapping[str, int] = field(default_factory=dict)
     specs: Mapping[str, Any] = field(default_factory=dict)
 

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 
 from jaxauto.core import Node
+from jaxauto.cost.layout import padding
 from jaxauto.errors import ArgumentError
 from jaxauto.options import mesh_candidates
 from jaxauto.planner import Options, read, search
 from jaxauto.profile_memory import Profiled
 from jaxauto.rewrite.apply import partition_spec
 from jaxauto.solve.decide import sharding_of_value
+from jaxauto.solve.facts import spatial_dims
 from jaxauto.solve.live import timeline
 from jaxauto.solve.remat import Remat
 from jaxauto.solve.search import Candidate
@@ -56,6 +58,7 @@ def sharded_program(
         pieces=_pieces(best),
         shares=_shares(best),
         aliased=step.aliased,
+        padded=_padded(best),
         mesh=shape,
         specs={path: partition_spec(sharding_of_value(best.model, best.x, n)) for path, n in inputs},
     )
@@ -75,6 +78,21 @@ def _pieces(best: Candidate) -> Callable[[int], float]:
         return of(model.var("group", group), dims)
 
     return pieces
+
+
+def _padded(best: Candidate) -> Callable[[int], float]:
+    """Value id → by how much tiles enlarge one device's part."""
+    model = best.model
+    spatial = spatial_dims(model.groups)
+
+    @functools.cache
+    def padded(number: int) -> float:
+        group, dims = model.groups.place[number]
+        minor = tuple(i for i, d in enumerate(dims) if (group, d) not in spatial)
+        place = model.position(best.x, number)[None]
+        return float(padding(place, model.values[number].shape, minor, model.mesh.sizes, model.chip.tile)[0])
+
+    return padded if model.chip.tile else lambda _: 1.0
 
 
 def _shares(best: Candidate) -> Callable[[Node], float]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-
-import numpy as np
 
 from jaxauto.core import OPERATIONS, Kind, Node, OpRule
 from jaxauto.cost.compute import bytes_per_flop, traffic_seconds
@@ -22,7 +20,7 @@ class Traffic:
 
     Operations read operands and write results. Fused equations read and write the buffers that ``find_buffers`` says: what those cost
     in all is shared among the equations that read them. On TPU bytes that move beside a dot's flops take no time, nor do short-lived
-    arrays that fit on-chip memory.
+    arrays that fit on-chip memory; the padding of tiles moves too.
     """
 
     def __init__(self, program: Profiled, chip: Any):
@@ -30,7 +28,7 @@ class Traffic:
         whole, on_tpu = program.buffers, chip is not None and chip.platform == "tpu"
         if on_tpu:
             whole = find_buffers(program.graph, dict(program.rules), program.aliased, "tpu")
-        self.moved = _by_node(program, whole, np.ones(len(whole.ids)))
+        self.moved = _by_node(program, whole, lambda _: 1.0)
         self.waited = _by_node(program, program.buffers, self._off_chip()) if on_tpu else self.moved
         dots = {number: rule for number, rule in program.rules.items() if rule.kind is Kind.DOT}
         rate = bytes_per_flop(chip) if on_tpu else 0.0
@@ -38,35 +36,36 @@ class Traffic:
 
     def bytes_(self, node: Node, rule: OpRule, share: float) -> float:
         """Of one run."""
-        return self.moved.get(node.id, 0.0) + (self._operation(node, rule, share, {}) if rule.kind in OPERATIONS else 0.0)
+        own = self._operation(node, rule, share, {}, lambda _: 1.0) if rule.kind in OPERATIONS else 0.0
+        return self.moved.get(node.id, 0.0) + own
 
     def seconds(self, node: Node, rule: OpRule, share: float, work: float) -> float:
         """Of one run; ``work``: seconds of the matrix unit."""
-        own = self._operation(node, rule, share, self.near) if rule.kind in OPERATIONS else 0.0
+        own = self._operation(node, rule, share, self.near, self.program.padded) if rule.kind in OPERATIONS else 0.0
         return max(work, float(traffic_seconds(own, self.chip))) + float(traffic_seconds(self.waited.get(node.id, 0.0), self.chip))
 
-    def _operation(self, node: Node, rule: OpRule, share: float, near: Mapping[int, float]) -> float:
+    def _operation(self, node: Node, rule: OpRule, share: float, near: Mapping[int, float], padded: Callable[[int], float]) -> float:
         arrays = [x for x in (*node.inputs, *node.outputs) if isinstance(x, int)]
         if near:
             fits = SHARE * self.chip.vmem_bytes
             arrays = [x for x in arrays if near.get(x, math.inf) / self.program.pieces(x) > fits]
-        whole = sum(value_bytes(self.values[x]) / self.program.pieces(x) for x in arrays)
+        whole = sum(value_bytes(self.values[x]) / self.program.pieces(x) * padded(x) for x in arrays)
         return whole if rule.bytes_ is None else min(whole, rule.bytes_ / share)
 
-    def _off_chip(self) -> np.ndarray:
-        """For each buffer 1, or 0 where it lives shortly and fits on-chip memory."""
+    def _off_chip(self) -> Callable[[int], float]:
+        """Value id → how much of it moves for one byte of its elements: 0 of a buffer that lives shortly and fits on-chip memory."""
         b = self.program.buffers
-        local = b.bytes_ / np.array([self.program.pieces(int(n)) for n in b.ids])
-        near = fleeting(b) & (local <= SHARE * self.chip.vmem_bytes)
-        return np.where(near, 0.0, 1.0)
+        near = fleeting(b) & (self.program.sizes <= SHARE * self.chip.vmem_bytes)
+        stays = frozenset(b.ids[near].tolist())
+        return lambda number: 0.0 if number in stays else self.program.padded(number)
 
 
-def _by_node(program: Profiled, buffers: Buffers, weight: np.ndarray) -> dict[int, float]:
+def _by_node(program: Profiled, buffers: Buffers, weight: Callable[[int], float]) -> dict[int, float]:
     """Node id → bytes of one run that fused equations move. A buffer's reads are shared by its readers; the rest is its maker's, of what
-    the program is given its first user's."""
+    the program is given its first user's. ``weight``: value id → what one byte counts."""
     values = program.graph.values
     index = {int(n): k for k, n in enumerate(buffers.ids)}
-    size = {n: float(buffers.bytes_[k] * weight[k]) / program.pieces(n) for n, k in index.items()}
+    size = {n: float(buffers.bytes_[k]) * weight(n) / program.pieces(n) for n, k in index.items()}
     readers = Counter(x for roots in buffers.read_at.values() for x in roots)
     total: dict[int, float] = {}
     unread: dict[int, float] = defaultdict(float)
@@ -79,7 +78,7 @@ def _by_node(program: Profiled, buffers: Buffers, weight: np.ndarray) -> dict[in
             if x in index:
                 bytes_ += size[x] * float(buffers.reads[index[x]]) / readers[x]
             elif values[x].producer is None:  # a slice or a constant of a loop; any other is fused into a dot
-                bytes_ += value_bytes(values[x]) / program.pieces(x)
+                bytes_ += value_bytes(values[x]) * weight(x) / program.pieces(x)
         made = (x for x in node.outputs if x in index)
         total[node.id] = bytes_ + sum(
             size[x] * (buffers.written[index[x]] + (0.0 if x in readers else buffers.reads[index[x]])) for x in made

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxauto.core import Kind
+from jaxauto.cost.layout import padding
 from jaxauto.cost.onchip import SHARE
 from jaxauto.graph import value_bytes
 from jaxauto.groups import WHOLE, Operand, Operation
@@ -44,13 +45,21 @@ def operation_seconds(
     """
     bytes_ = np.zeros(len(state))
     for o in (*op.operands, *op.results):
-        pieces = shards(project(state, factor_dims(op, o)), axis_sizes)
+        place = project(state, factor_dims(op, o))
+        pieces = shards(place, axis_sizes)
         far = near[o.value] / pieces > SHARE * chip.vmem_bytes if o.value in near else True
-        bytes_ += value_bytes(values[o.value]) / pieces * far
+        padded = padding(place, values[o.value].shape, may_be_minor(op, o), axis_sizes, chip.tile) if chip.tile else 1.0
+        bytes_ += value_bytes(values[o.value]) / pieces * padded * far
     if op.rule.bytes_ is not None:  # a gather touches the rows it reads, not the table
         bytes_ = np.minimum(bytes_, op.rule.bytes_ / shards(state, axis_sizes))
     seconds = traffic_seconds(bytes_, chip)
     return np.maximum(seconds, matrix_seconds(op, values, state, axis_sizes, chip)) if op.rule.kind in _MATRIX else seconds
+
+
+def may_be_minor(op: Operation, operand: Operand) -> tuple[int, ...]:
+    """The dimensions of an operand or result that a TPU may lay out last: not what a convolution slides over."""
+    slides = op.rule.kind is Kind.CONV
+    return tuple(i for i, (_, factor) in enumerate(operand.dims) if not (slides and factor.startswith("s")))
 
 
 def operand_bytes(operand: Operand, op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...]) -> np.ndarray:

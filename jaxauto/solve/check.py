@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxauto.core import Kind
 from jaxauto.cost.collectives import collective_seconds
-from jaxauto.cost.compute import bytes_per_flop, operation_flops, traffic_seconds
+from jaxauto.cost.compute import bytes_per_flop, may_be_minor, operation_flops, traffic_seconds
 from jaxauto.cost.onchip import SHARE
 from jaxauto.graph import HOST, value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
@@ -169,7 +169,7 @@ class _Answer:
         for sent, pieces in self.sent():
             total["prefetch"] += 2 * sent / pieces / self.model.chip.host_bandwidth
         for k, moved, pieces in self.traffic():
-            total["compute"] += traffic_seconds(moved / pieces, self.model.chip)
+            total["compute"] += traffic_seconds(moved, self.model.chip)
             buffers = self.model.buffers
             if buffers.is_input[k] and int(self.model.variant.origin[k]) not in self.model.program.known_early:
                 total["prefetch"] += float(buffers.bytes_[k]) / pieces / self.model.chip.host_bandwidth
@@ -238,9 +238,10 @@ class _Answer:
         chip, values = self.model.chip, self.model.values
         bytes_ = 0.0
         for o in (*op.operands, *op.results):
-            pieces = self.pieces(self.operand(op, o))
+            where = self.operand(op, o)
+            pieces, padded = self.pieces(where), self.padding(values[o.value].shape, where, may_be_minor(op, o))
             on_chip = self.near.get(o.value, math.inf) / pieces <= SHARE * chip.vmem_bytes
-            bytes_ += 0.0 if on_chip else value_bytes(values[o.value]) / pieces
+            bytes_ += 0.0 if on_chip else value_bytes(values[o.value]) / pieces * padded
         split = self.pieces(self.operation[op.node.id])
         if op.rule.bytes_ is not None:
             bytes_ = min(bytes_, op.rule.bytes_ / split)
@@ -335,38 +336,35 @@ class _Answer:
 
     # ------------------------------------------------------------------------------------------------------------- buffers
 
-    def placed(self) -> Iterator[tuple[int, int, tuple[int, ...], Where]]:
-        """(buffer, group, group dimension of each of its dimensions, where it is cut)."""
-        variant = self.model.variant
+    def placed(self) -> Iterator[tuple[int, int, float]]:
+        """(buffer, pieces, bytes of one device with padding)."""
+        variant, model = self.model.variant, self.model
+        spatial = spatial_dims(model.groups) if model.chip.tile else frozenset()
         for k, (number, stacked) in enumerate(zip(variant.origin, variant.stacked, strict=True)):
-            group, dims = self.model.groups.place[int(number)]
+            group, dims = model.groups.place[int(number)]
             dims = (WHOLE, *dims) if stacked else dims
-            yield k, group, dims, self.where(self.group[group], dims)
+            where = self.where(self.group[group], dims)
+            shape = variant.rewritten.graph.values[int(model.buffers.ids[k])].shape
+            padded = self.padding(shape, where, [i for i, d in enumerate(dims) if (group, d) not in spatial])
+            yield k, self.pieces(where), float(model.buffers.bytes_[k]) / self.pieces(where) * padded
 
     def traffic(self) -> Iterator[tuple[int, float, int]]:
-        """(buffer, bytes that all devices move of it in a step, pieces): short-lived ones that fit stay in on-chip memory."""
+        """(buffer, bytes that one device moves of it in a step, pieces): short-lived ones that fit stay in on-chip memory."""
         b, variant, near = self.model.buffers, self.model.variant, SHARE * self.model.chip.vmem_bytes
         short = short_lived(variant)
-        for k, _, _, where in self.placed():
+        for k, pieces, local in self.placed():
             node = self.model.values[int(variant.origin[k])].producer
             times = self.model.groups.times[node.id] if node else 1
             if variant.stacked[k]:
                 times = max(1.0, times / variant.rewritten.graph.values[int(b.ids[k])].shape[0])
-            pieces = self.pieces(where)
-            stays = near and short[k] and b.bytes_[k] / pieces <= near
-            yield k, 0.0 if stays else float(b.bytes_[k] * (b.reads[k] + b.written[k]) * times), pieces
+            stays = near and short[k] and local <= near
+            yield k, 0.0 if stays else local * float(b.reads[k] + b.written[k]) * times, pieces
 
     def live_bytes(self) -> np.ndarray:
         """Of one device at each position: buffers with their padding, and what is resharded there for one operation."""
         b, model = self.model.buffers, self.model
         change = [0.0] * (b.length + 1)
-        spatial = spatial_dims(model.groups) if model.chip.tile else frozenset()
-        for k, group, dims, where in self.placed():
-            size = float(b.bytes_[k]) / self.pieces(where)
-            if model.chip.tile:
-                shape = model.variant.rewritten.graph.values[int(b.ids[k])].shape
-                minor = [i for i, d in enumerate(dims) if (group, d) not in spatial]
-                size *= self.padding(shape, where, minor)
+        for k, _, size in self.placed():
             change[b.start[k]] += size
             change[b.end[k] + 1] -= size
         live = np.cumsum(change)[:-1]
@@ -378,13 +376,13 @@ class _Answer:
                     live[at] += value_bytes(model.values[o.value]) / self.pieces(there)
         return live
 
-    def padding(self, shape: tuple[int, ...], where: Where, minor: list[int]) -> float:
+    def padding(self, shape: tuple[int, ...], where: Where, minor: Sequence[int]) -> float:
         """By how much tiles enlarge one device's part: the pair of minor dimensions that pads least."""
-        if len(shape) < 2 or not all(shape):
+        if len(shape) < 2 or not all(shape) or not self.model.chip.tile:
             return 1.0
         local = [n / math.prod(self.sizes[a] for a, d in enumerate(where) if d == i) for i, n in enumerate(shape)]
         rows, lanes = self.model.chip.tile
-        while 2 < len(minor) < len(local) and minor[-2:] == [len(local) - 2, len(local) - 1]:  # features in groups lie together
+        while 2 < len(minor) < len(local) and list(minor[-2:]) == [len(local) - 2, len(local) - 1]:  # features in groups lie together
             local[-2:], minor = [local[-2] * local[-1]], minor[:-1]
         chosen = minor if len(minor) > 1 else range(len(local))
 

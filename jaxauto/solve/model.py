@@ -201,7 +201,7 @@ class Model:
         for c, (v, _) in enumerate(self.classes):
             if by_class[c]:
                 near = self._kept_near(c, fleeting_of.get(c), moved) if self.chip.vmem_bytes else 0.0
-                self.problem.add_unary("compute", v, traffic_seconds((by_class[c] - near) / self.pieces[c], self.chip))
+                self.problem.add_unary("compute", v, traffic_seconds((by_class[c] - near) * self.fraction[c], self.chip))
             if from_host[c]:  # the batch comes anew each step, what is offloaded goes and comes: each device gets its piece
                 self.problem.add_unary("prefetch", v, from_host[c] / self.pieces[c] / self.chip.host_bandwidth)
 
@@ -212,7 +212,7 @@ class Model:
         """Of the bytes that class ``c`` moves, those of its short-lived buffers (``mine``, by size) that fit on-chip memory, by state."""
         if mine is None:
             return 0.0
-        fitting = np.searchsorted(self.buffers.bytes_[mine], SHARE * self.chip.vmem_bytes * self.pieces[c], side="right")
+        fitting = np.searchsorted(self.buffers.bytes_[mine], SHARE * self.chip.vmem_bytes / self.fraction[c], side="right")
         return np.concatenate([[0.0], np.cumsum(moved[mine])])[fitting]
 
     def _operation_compute(self) -> None:
