@@ -45,11 +45,9 @@ def operation_seconds(
     """
     bytes_ = np.zeros(len(state))
     for o in (*op.operands, *op.results):
-        place = project(state, factor_dims(op, o))
-        pieces = shards(place, axis_sizes)
+        pieces = shards(project(state, factor_dims(op, o)), axis_sizes)
         far = near[o.value] / pieces > SHARE * chip.vmem_bytes if o.value in near else True
-        padded = padding(place, values[o.value].shape, may_be_minor(op, o), axis_sizes, chip.tile) if chip.tile else 1.0
-        bytes_ += value_bytes(values[o.value]) / pieces * padded * far
+        bytes_ += operand_bytes(o, op, values, state, axis_sizes, chip) * far
     if op.rule.bytes_ is not None:  # a gather touches the rows it reads, not the table
         bytes_ = np.minimum(bytes_, op.rule.bytes_ / shards(state, axis_sizes))
     seconds = traffic_seconds(bytes_, chip)
@@ -62,9 +60,11 @@ def may_be_minor(op: Operation, operand: Operand) -> tuple[int, ...]:
     return tuple(i for i, (_, factor) in enumerate(operand.dims) if not (slides and factor.startswith("s")))
 
 
-def operand_bytes(operand: Operand, op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...]) -> np.ndarray:
-    """Bytes that one device has of an operand or result, for each state: ``float [states]``."""
-    return value_bytes(values[operand.value]) / shards(project(state, factor_dims(op, operand)), axis_sizes)
+def operand_bytes(operand: Operand, op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any) -> np.ndarray:
+    """Bytes that one device has of an operand or result, tiles filled, for each state: ``float [states]``."""
+    value, place = values[operand.value], project(state, factor_dims(op, operand))
+    padded = padding(place, value.shape, may_be_minor(op, operand), axis_sizes, chip.tile) if chip.tile else 1.0
+    return value_bytes(value) / shards(place, axis_sizes) * padded
 
 
 def matrix_seconds(op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any) -> np.ndarray:

@@ -64,8 +64,7 @@ def windowed(
         return hidden, extra
     count = np.where(partial, np.asarray(mesh.sizes, float), 1.0).prod(-1)
     flops = matrix_seconds(op, values, state, mesh.sizes, chip)
-    sizes = [operand_bytes(o, op, values, state, mesh.sizes) for o in op.operands]
-    added = operand_bytes(result, op, values, state, mesh.sizes)
+    *sizes, added = (operand_bytes(o, op, values, state, mesh.sizes, chip) for o in (*op.operands, result))
     fits = (count >= FEWEST) & (count <= mesh.windows) & (count * flops >= added / chip.link_bandwidth)
     here = project(state, factor_dims(op, result))
     apart = np.maximum(flops, traffic_seconds(sum(sizes) + added, chip))
@@ -120,9 +119,9 @@ def _loop_of_batch(cut, whole, added, flops, count, chip: Any) -> np.ndarray:
 
 def _loop_of_convolution(cut, whole, added, flops, count, features: int, chip: Any) -> np.ndarray:
     """Seconds of a loop of convolutions, for each state; ``features``: of the scattered dimension, whole."""
-    piece = features / np.maximum(count, 1.0)
-    padded = np.ceil(piece / LANES) * LANES / piece
-    return np.maximum(flops, traffic_seconds(WRITTEN * padded * cut + count / PIECES * whole + added, chip))
+    pieces = np.maximum(count, 1.0)
+    more = pieces * np.ceil(features / pieces / LANES) / np.ceil(features / LANES)  # lanes of all pieces for one of the operand
+    return np.maximum(flops, traffic_seconds(WRITTEN * more * cut + count / PIECES * whole + added, chip))
 
 
 def _turned(op: Operation, result: Operand, values: dict, d: int, here, count, mesh: MeshAxes, always: int | None) -> np.ndarray:

@@ -20,7 +20,7 @@ from jaxauto.cost.compute import bytes_per_flop, may_be_minor, operation_flops, 
 from jaxauto.cost.onchip import SHARE
 from jaxauto.graph import HOST, value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
-from jaxauto.solve.check_ring import ring_seconds
+from jaxauto.solve.check_ring import padding, ring_seconds
 from jaxauto.solve.facts import near_operands, read_together, short_lived, spatial_dims
 from jaxauto.solve.model import Model
 from jaxauto.solve.problem import HIDDEN_SHARE, RESOURCES
@@ -239,7 +239,7 @@ class _Answer:
         bytes_ = 0.0
         for o in (*op.operands, *op.results):
             where = self.operand(op, o)
-            pieces, padded = self.pieces(where), self.padding(values[o.value].shape, where, may_be_minor(op, o))
+            pieces, padded = self.pieces(where), padding(values[o.value].shape, where, may_be_minor(op, o), self.sizes, chip.tile)
             on_chip = self.near.get(o.value, math.inf) / pieces <= SHARE * chip.vmem_bytes
             bytes_ += 0.0 if on_chip else value_bytes(values[o.value]) / pieces * padded
         split = self.pieces(self.operation[op.node.id])
@@ -345,7 +345,7 @@ class _Answer:
             dims = (WHOLE, *dims) if stacked else dims
             where = self.where(self.group[group], dims)
             shape = variant.rewritten.graph.values[int(model.buffers.ids[k])].shape
-            padded = self.padding(shape, where, [i for i, d in enumerate(dims) if (group, d) not in spatial])
+            padded = padding(shape, where, [i for i, d in enumerate(dims) if (group, d) not in spatial], self.sizes, model.chip.tile)
             yield k, self.pieces(where), float(model.buffers.bytes_[k]) / self.pieces(where) * padded
 
     def traffic(self) -> Iterator[tuple[int, float, int]]:
@@ -375,23 +375,3 @@ class _Answer:
                 if any(h != t and h != WHOLE for h, t in zip(here, there, strict=True)):
                     live[at] += value_bytes(model.values[o.value]) / self.pieces(there)
         return live
-
-    def padding(self, shape: tuple[int, ...], where: Where, minor: Sequence[int]) -> float:
-        """By how much tiles enlarge one device's part: the pair of minor dimensions that pads least."""
-        if len(shape) < 2 or not all(shape) or not self.model.chip.tile:
-            return 1.0
-        local = [n / math.prod(self.sizes[a] for a, d in enumerate(where) if d == i) for i, n in enumerate(shape)]
-        rows, lanes = self.model.chip.tile
-        while 2 < len(minor) < len(local) and list(minor[-2:]) == [len(local) - 2, len(local) - 1]:  # features in groups lie together
-            local[-2:], minor = [local[-2] * local[-1]], minor[:-1]
-        chosen = minor if len(minor) > 1 else range(len(local))
-
-        def filled(n: float, tile: float) -> float:
-            return math.ceil(n / tile) * tile / n
-
-        return min(
-            filled(local[i], min(rows, 2.0 ** math.ceil(math.log2(local[i])))) * filled(local[j], lanes)
-            for i in chosen
-            for j in chosen
-            if i != j
-        )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from jaxauto.core import Kind
-from jaxauto.cost.compute import operation_flops, traffic_seconds
+from jaxauto.cost.compute import may_be_minor, operation_flops, traffic_seconds
 from jaxauto.cost.onchip import SHARE
 from jaxauto.cost.windowed import ADDED_UP, ADDED_UP_IN_BATCH, AT_ONCE, COPIED, FEWEST, LANES, PIECES, ROOM, TURNS_CUT, WRITTEN, last_dim
 from jaxauto.graph import value_bytes
@@ -33,7 +33,10 @@ def ring_seconds(
         return math.prod(n for n, s in zip(sizes, state, strict=True) if s != WHOLE and names[s] in factors)
 
     def held(o: Operand) -> float:
-        return value_bytes(model.values[o.value]) / pieces([f for _, f in o.dims])
+        factors = [f for _, f in o.dims]
+        where = [factors.index(names[s]) if s != WHOLE and names[s] in factors else WHOLE for s in state]
+        value = model.values[o.value]
+        return value_bytes(value) / pieces(factors) * padding(value.shape, where, may_be_minor(op, o), sizes, chip.tile)
 
     count = math.prod(sizes[a] for a in partial)
     places = {there[a] for a in partial}
@@ -56,9 +59,9 @@ def ring_seconds(
     first = traffic_seconds(sum(WRITTEN * moved[k] for k in written), chip)
     part, whole = moved[cut[0]], moved[1 - cut[0]]
     if op.rule.kind is Kind.CONV:
-        features = model.values[result.value].shape[d] / count
-        padded = math.ceil(features / LANES) * LANES / features
-        return max(max(flops, traffic_seconds(WRITTEN * padded * part + count / PIECES * whole + added, chip)) - apart, 0.0) + first
+        features = model.values[result.value].shape[d]
+        more = count * math.ceil(features / count / LANES) / math.ceil(features / LANES)
+        return max(max(flops, traffic_seconds(WRITTEN * more * part + count / PIECES * whole + added, chip)) - apart, 0.0) + first
     if batch:
         longer = max(flops, traffic_seconds(part + count / PIECES * whole + added, chip))
         longer += traffic_seconds(ADDED_UP_IN_BATCH * added + COPIED * part, chip)
@@ -75,6 +78,28 @@ def ring_seconds(
             lanes = model.values[result.value].shape[last] / split % LANES == 0
             turned = int((result.dims[last][1] in own[1]) != lanes)
     return max(_loop(moved, turned, cut[0], added, flops, count, chip, copied=copied) - apart, 0.0) + first
+
+
+def padding(
+    shape: tuple[int, ...], where: Sequence[int], minor: Sequence[int], sizes: Sequence[int], tile: tuple[int, int] | None
+) -> float:
+    """By how much tiles enlarge one device's part: the pair of minor dimensions that pads least."""
+    if len(shape) < 2 or not all(shape) or not tile:
+        return 1.0
+    local = [n / math.prod(sizes[a] for a, d in enumerate(where) if d == i) for i, n in enumerate(shape)]
+    while 2 < len(minor) < len(local) and list(minor[-2:]) == [len(local) - 2, len(local) - 1]:  # features in groups lie together
+        local[-2:], minor = [local[-2] * local[-1]], minor[:-1]
+    chosen = minor if len(minor) > 1 else range(len(local))
+
+    def filled(n: float, edge: float) -> float:
+        return math.ceil(n / edge) * edge / n
+
+    return min(
+        filled(local[i], min(tile[0], 2.0 ** math.ceil(math.log2(local[i])))) * filled(local[j], tile[1])
+        for i in chosen
+        for j in chosen
+        if i != j
+    )
 
 
 def _loop(moved: list[float], turned: int, cut: int, added: float, flops: float, count: int, chip: Chip, *, copied: bool) -> float:

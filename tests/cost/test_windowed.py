@@ -125,7 +125,10 @@ def test_what_a_dot_makes_as_it_reads_is_written_for_a_loop():
 
 
 def test_a_convolution_is_taken_apart_into_few_features():
-    """Of the gradient of a weight [3, 3, 64, 64] over eight devices a piece has 8 features, each tile 128: 16 times the operand."""
+    """Of the gradient of a weight [3, 3, 64, 64] over eight devices a piece has 8 features, each tile 128: 16 times the elements.
+
+    The other operand and the result have 64 features: twice their elements.
+    """
 
     def step(x, dy):
         return jax.lax.conv_general_dilated(x, dy, (1, 1), ((1, 1), (1, 1)), dimension_numbers=("CHWN", "IHWO", "HWNC"))
@@ -145,7 +148,7 @@ def test_a_convolution_is_taken_apart_into_few_features():
     part, added = x.size * 2 / 8, 9 * 64 * 64 * 2
     own = operation_seconds(op, groups.graph.values, row, mesh.sizes, target.chip)[0]
     assert hidden.all()
-    assert extra == pytest.approx(np.full((1, 2), (2 * 16 * part + 4 * part + added) * per_byte - own))
+    assert extra == pytest.approx(np.full((1, 2), (2 * 16 * part + 4 * 2 * part + 2 * added) * per_byte - own))
 
 
 # (tokens, m, n) of one device, devices, dimension the sum is scattered over -> milliseconds of the compiled loop with what is before it and
