@@ -275,8 +275,9 @@ class _Fusion:
         users = value.users if self.clusters is None else [u for u in value.users if self.kind(u) is not Kind.DOT]
         if len(users) < 2:
             return False
-        wide = sum(2 * self.values[r].elements >= value.elements for r in roots)
-        return value.id in self.costly or wide > 1 or len(roots) > _MAX_ROOTS
+        wide = [value_bytes(self.values[r]) for r in roots if 2 * self.values[r].elements >= value.elements]
+        moves_more = len(wide) > 1 and (self.clusters is None or sum(wide) > value_bytes(value))
+        return value.id in self.costly or moves_more or len(roots) > _MAX_ROOTS
 
     def roots(self, number: int) -> frozenset[int]:
         return self.virtual.get(number, frozenset((number,)))
