@@ -106,7 +106,7 @@ def _anchors(model: Model, x: np.ndarray) -> Iterator[int]:
     """Values to pin: results of operations, inputs and outputs of loop bodies, and the ends of passages that reshard.
 
     Both ends: an operation that wants a part of an array would else have the partitioner cut all that leads to it, and gather it again for
-    the others.
+    the others. But not what is only summed: pinned, XLA:TPU writes it, in another layout, where it would add it up as it is made.
     """
     for op in model.groups.operations:
         for o in op.operands:
@@ -123,8 +123,6 @@ def _anchors(model: Model, x: np.ndarray) -> Iterator[int]:
     for e in model.groups.edges:
         here = project(model.state(x, "group", e.source)[None], tuple(a for a, _ in e.dims))
         there = project(model.state(x, "group", e.target)[None], tuple(b for _, b in e.dims))
-        if (here != there).any():
-            only_summed = bool(e.reduced) and not ((here != there) & ~np.isin(here, _summed(e))).any()
-            for number in (e.value, e.result)[only_summed:]:
-                if model.values[number].shape:
-                    yield number
+        moved = (here != there) & ~np.isin(here, _summed(e))
+        ends = (e.value, e.result) if moved.any() else (e.result,) if (here != there).any() else ()
+        yield from (number for number in ends if model.values[number].shape)

@@ -28,6 +28,19 @@ def test_but_not_inside_a_convolution():
     assert made_by(graph, buffers) == ["add", "conv_general_dilated"]
 
 
+@pytest.mark.parametrize(("dtype", "stored"), [(jnp.bfloat16, False), (jnp.float32, True)])
+def test_what_fans_out_is_stored_if_reading_what_it_is_made_of_moves_more(dtype, stored):
+    """A float32 array is made again of two in bfloat16, as a norm's gradient in a U-Net; of two in float32 it is not."""
+
+    def fn(x, y):
+        z = x.astype(jnp.float32) * y.astype(jnp.float32)
+        return z.sum(), z.max(0)
+
+    wide = jax.ShapeDtypeStruct((32, 32), dtype)
+    graph, buffers = on_tpu(fn, wide, wide)
+    assert ("mul" in made_by(graph, buffers)) == stored
+
+
 def test_what_two_dots_read_is_stored_if_it_is_dear():
     shared = lambda x, y: (lambda t: (t @ y, y @ t))(jnp.tanh(x))  # noqa: E731
     assert "tanh" in made_by(*on_tpu(shared, X, X))

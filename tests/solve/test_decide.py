@@ -1,0 +1,54 @@
+"""What the compiler is told of a solution: which arrays are pinned."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxauto
+from jaxauto.core import Kind
+from jaxauto.solve.decide import decisions_of
+
+ROWS, WIDTH = 64, 256
+
+
+def biased_step(params, x):
+    """A bias in float32 between two matrices in bfloat16: its gradient is a sum over the rows."""
+
+    def loss(p):
+        y = (x @ p["into"]).astype(jnp.float32) + p["bias"]
+        return jnp.mean((jnp.tanh(y).astype(x.dtype) @ p["out"]).astype(jnp.float32) ** 2)
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+
+@pytest.fixture(scope="module")
+def solved():
+    matrix = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)
+    params = {"into": matrix, "bias": jax.ShapeDtypeStruct((WIDTH,), jnp.float32), "out": matrix}
+    x = jax.ShapeDtypeStruct((ROWS * WIDTH, WIDTH), jnp.bfloat16)
+    plan = jaxauto.plan(biased_step, params, x, target="v5e:2x4", mesh={"data": 8}, certify=False, progress=False)
+    return plan._bound().solved.found.best
+
+
+def sums_over_rows(model):
+    """Reductions whose axes leave partial results that are summed over devices."""
+    for e in model.groups.edges:
+        node = model.values[e.result].producer
+        if e.reduced and node is not None and model.groups.rules[node.id].kind is Kind.REDUCE:
+            yield e
+
+
+def test_what_is_only_summed_over_devices_is_pinned_where_it_arrives(solved):
+    """Pinned before, a float32 array of the activations' size is written by XLA:TPU; unpinned it is added up as it is made."""
+    model, values = solved.model, decisions_of(solved).values
+    wide = [e for e in sums_over_rows(model) if e.result in values and model.values[e.value].elements == ROWS * WIDTH * WIDTH]
+    assert wide, "the gradient of the bias is a sum over the devices' rows"
+    made_by_operations = {o.value for op in model.groups.operations for o in op.results}
+    assert not [e for e in wide if e.value in values and e.value not in made_by_operations]
+
+
+def test_results_of_operations_are_pinned(solved):
+    values = decisions_of(solved).values
+    assert {o.value for op in solved.model.groups.operations for o in op.results if o.dims} <= set(values)
