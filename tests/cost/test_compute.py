@@ -1,0 +1,39 @@
+"""Rooflines of operations, by hand."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxauto.cost.compute import operation_seconds, traffic_seconds
+from jaxauto.planner import read
+from jaxauto.strategies import WHOLE
+from jaxauto.targets.target import Target
+
+
+@pytest.mark.parametrize(("target", "filled"), [("v5e:1", 2), ("h100:1", 1)])
+@pytest.mark.parametrize("features", [64, 128])
+def test_the_padding_of_tiles_takes_time(target, filled, features):
+    """64 features fill half of a TPU's 128 lanes; batch and features are minor in a convolution, whatever they pad."""
+
+    def fn(x, kernel):
+        return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    x = jax.ShapeDtypeStruct((8, 32, 32, features), jnp.bfloat16)
+    kernel = jax.ShapeDtypeStruct((1, 1, features, features), jnp.bfloat16)
+    groups, chip = read(fn, (x, kernel), {}).groups, Target(target).chip
+    (op,) = groups.operations
+    seconds = operation_seconds(op, groups.graph.values, np.array([[WHOLE]], np.int8), (1,), chip)
+    moved = 2 * (2 * x.size + kernel.size) * (filled if features == 64 else 1)
+    assert seconds == pytest.approx([traffic_seconds(moved, chip)])
+
+
+def test_dimensions_of_a_dot_lie_as_they_pad_least():
+    """Heads of 64 elements do not pad: the sequence is laid out last."""
+    heads = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+    groups, chip = read(lambda q, k: jnp.einsum("blhk,bmhk->bhlm", q, k), (heads, heads), {}).groups, Target("v5e:1").chip
+    (op,) = groups.operations
+    seconds = operation_seconds(op, groups.graph.values, np.array([[WHOLE]], np.int8), (1,), chip)
+    assert seconds == pytest.approx([traffic_seconds(2 * (2 * heads.size + 2 * 4 * 256 * 256), chip)])
