@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from jaxauto.core import OPERATIONS, Kind, Node, OpRule
 from jaxauto.cost.compute import bytes_per_flop, traffic_seconds
 from jaxauto.cost.fusion import Buffers, find_buffers
-from jaxauto.cost.onchip import SHARE, fleeting, near_bytes
+from jaxauto.cost.onchip import SHARE, Near, copied_out, fleeting, near_bytes
 from jaxauto.graph import value_bytes, walk
 from jaxauto.profile_memory import Profiled
 
@@ -29,14 +32,14 @@ class Traffic:
         if on_tpu:
             whole = find_buffers(program.graph, dict(program.rules), program.aliased, "tpu")
         self.moved = _by_node(program, whole, lambda _: 1.0)
-        self.waited = _by_node(program, program.buffers, self._off_chip()) if on_tpu else self.moved
+        self.waited = _by_node(program, self._off_chip(), program.padded) if on_tpu else self.moved
         dots = {number: rule for number, rule in program.rules.items() if rule.kind is Kind.DOT}
         rate = bytes_per_flop(chip) if on_tpu else 0.0
-        self.near = near_bytes(program.graph, dots, program.buffers, fleeting(program.buffers), rate) if on_tpu else {}
+        self.near = near_bytes(program.graph, dots, program.buffers, fleeting(program.buffers), rate) if on_tpu else Near()
 
     def bytes_(self, node: Node, rule: OpRule, share: float) -> float:
         """Of one run."""
-        own = self._operation(node, rule, share, {}, lambda _: 1.0) if rule.kind in OPERATIONS else 0.0
+        own = self._operation(node, rule, share, Near(), lambda _: 1.0) if rule.kind in OPERATIONS else 0.0
         return self.moved.get(node.id, 0.0) + own
 
     def seconds(self, node: Node, rule: OpRule, share: float, work: float) -> float:
@@ -44,20 +47,19 @@ class Traffic:
         own = self._operation(node, rule, share, self.near, self.program.padded) if rule.kind in OPERATIONS else 0.0
         return max(work, float(traffic_seconds(own, self.chip))) + float(traffic_seconds(self.waited.get(node.id, 0.0), self.chip))
 
-    def _operation(self, node: Node, rule: OpRule, share: float, near: Mapping[int, float], padded: Callable[[int], float]) -> float:
-        arrays = [x for x in (*node.inputs, *node.outputs) if isinstance(x, int)]
-        if near:
-            fits = SHARE * self.chip.vmem_bytes
-            arrays = [x for x in arrays if near.get(x, math.inf) / self.program.pieces(x) > fits]
-        whole = sum(value_bytes(self.values[x]) / self.program.pieces(x) * padded(x) for x in arrays)
+    def _operation(self, node: Node, rule: OpRule, share: float, near: Near, padded: Callable[[int], float]) -> float:
+        fits = SHARE * self.chip.vmem_bytes if near != Near() else 0.0
+        arrays = (*((x, near.read) for x in node.inputs), *((x, near.written) for x in node.outputs))
+        far = [x for x, known in arrays if isinstance(x, int) and known.get(x, math.inf) / self.program.pieces(x) > fits]
+        whole = sum(value_bytes(self.values[x]) / self.program.pieces(x) * padded(x) for x in far)
         return whole if rule.bytes_ is None else min(whole, rule.bytes_ / share)
 
-    def _off_chip(self) -> Callable[[int], float]:
-        """Value id → how much of it moves for one byte of its elements: 0 of a buffer that lives shortly and fits on-chip memory."""
+    def _off_chip(self) -> Buffers:
+        """The program's, without the passes that do not go through HBM."""
         b = self.program.buffers
-        near = fleeting(b) & (self.program.sizes <= SHARE * self.chip.vmem_bytes)
-        stays = frozenset(b.ids[near].tolist())
-        return lambda number: 0.0 if number in stays else self.program.padded(number)
+        fits = self.program.sizes <= SHARE * self.chip.vmem_bytes
+        stays = fleeting(b) & fits
+        return replace(b, reads=np.where(stays | copied_out(b) & fits, 0.0, b.reads), written=np.where(stays, 0.0, b.written))
 
 
 def _by_node(program: Profiled, buffers: Buffers, weight: Callable[[int], float]) -> dict[int, float]:

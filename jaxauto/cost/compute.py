@@ -5,20 +5,19 @@ roofline(flops, bytes) = max(flops / (efficiency · peak), bytes / (efficiency �
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from jaxauto.core import Kind
 from jaxauto.cost.layout import padding
-from jaxauto.cost.onchip import SHARE
+from jaxauto.cost.onchip import SHARE, Near
 from jaxauto.graph import value_bytes
 from jaxauto.groups import WHOLE, Operand, Operation
 from jaxauto.strategies import project, shards
 
 _MATRIX = frozenset({Kind.DOT, Kind.CONV})
+_FAR = Near()
 
 
 def traffic_seconds(bytes_: Any, chip: Any) -> Any:
@@ -32,21 +31,21 @@ def bytes_per_flop(chip: Any) -> float:
 
 
 def operation_seconds(
-    op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any, near: Mapping[int, float] = MappingProxyType({})
+    op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any, near: Near = _FAR
 ) -> np.ndarray:
     """Seconds of one run of an operation for each of its states.
 
     Args:
       state: ``[states, axes]`` positions in ``op.factors``.
-      near: operand or result → whole bytes of what holds it and is not in HBM where it fits on-chip memory.
+      near: what is not in HBM where it fits on-chip memory.
 
     Returns:
       ``float [states]``.
     """
     bytes_ = np.zeros(len(state))
-    for o in (*op.operands, *op.results):
+    for o, known in (*((o, near.read) for o in op.operands), *((o, near.written) for o in op.results)):
         pieces = shards(project(state, factor_dims(op, o)), axis_sizes)
-        far = near[o.value] / pieces > SHARE * chip.vmem_bytes if o.value in near else True
+        far = known[o.value] / pieces > SHARE * chip.vmem_bytes if o.value in known else True
         bytes_ += operand_bytes(o, op, values, state, axis_sizes, chip) * far
     if op.rule.bytes_ is not None:  # a gather touches the rows it reads, not the table
         bytes_ = np.minimum(bytes_, op.rule.bytes_ / shards(state, axis_sizes))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,19 +18,39 @@ _FLEETING = 60  # equations that an array in on-chip memory may outlive
 _INTENSE = 8.0  # times as much work as HBM has time for: a dot that stays bound by flops, however it is cut
 
 
+class Near(NamedTuple):
+    """Operands and results of dots → whole bytes of the largest buffer that holds them, infinite if that is in HBM whatever its size.
+
+    A slice that a loop writes into its stack, or a result that takes a donated input's place, is written to HBM; who reads it soon reads a
+    copy on chip.
+    """
+
+    read: Mapping[int, float] = MappingProxyType({})
+    written: Mapping[int, float] = MappingProxyType({})
+
+
 def fleeting(buffers: Buffers) -> np.ndarray:
-    """Which buffers are read for the last time soon after they are written: ``bool [buffers]``."""
-    return (buffers.end - buffers.start <= _FLEETING) & ~buffers.is_input
+    """Which buffers are read for the last time soon after they are written, and are gone then: ``bool [buffers]``."""
+    gone = (buffers.end >= buffers.start) & (buffers.end < buffers.length - 1)
+    return gone & (buffers.end - buffers.start <= _FLEETING) & ~buffers.is_input
 
 
-def near_bytes(graph: Graph, dots: Mapping[int, OpRule], buffers: Buffers, short: np.ndarray, bytes_per_flop: float) -> dict[int, float]:
-    """What dots that HBM bounds read and make → whole bytes of the largest buffer that holds it, infinite if that is not ``short``.
+def copied_out(buffers: Buffers) -> np.ndarray:
+    """Which buffers are part of others (stacks, donated inputs): written there, and read on chip: ``bool [buffers]``."""
+    return (buffers.end < buffers.start) & ~buffers.is_input
+
+
+def near_bytes(graph: Graph, dots: Mapping[int, OpRule], buffers: Buffers, short: np.ndarray, bytes_per_flop: float) -> Near:
+    """Where what dots that HBM bounds read and make may stay on chip.
 
     Args:
       dots: node id → rule of the dots to look at. short: ``bool [buffers]``. bytes_per_flop: what HBM moves while a flop is done.
     """
-    held = {int(n): float(size) if s else math.inf for n, size, s in zip(buffers.ids, buffers.bytes_, short, strict=True)}
-    found: dict[int, float] = {}
+    read, written = (
+        {int(n): float(size) if s else math.inf for n, size, s in zip(buffers.ids, buffers.bytes_, stays, strict=True)}
+        for stays in (short | copied_out(buffers), short)
+    )
+    found = Near({}, {})
     for node in walk(graph):
         passed = [x for x in (*node.inputs, *node.outputs) if isinstance(x, int)] if node.id in dots else ()
         moved = sum(value_bytes(graph.values[x]) for x in passed)
@@ -36,5 +58,6 @@ def near_bytes(graph: Graph, dots: Mapping[int, OpRule], buffers: Buffers, short
             continue
         for x in passed:
             wide = [h for h in buffers.held.get(x, (x,)) if 2 * graph.values[h].elements >= graph.values[x].elements]
-            found[x] = max([found.get(x, 0.0), *(held.get(h, math.inf) for h in wide)]) or math.inf
+            known, held = (found.written, written) if x in node.outputs else (found.read, read)
+            known[x] = max([known.get(x, 0.0), *(held.get(h, math.inf) for h in wide)]) or math.inf
     return found

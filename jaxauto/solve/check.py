@@ -17,11 +17,11 @@ import numpy as np
 from jaxauto.core import Kind
 from jaxauto.cost.collectives import collective_seconds
 from jaxauto.cost.compute import bytes_per_flop, may_be_minor, operation_flops, traffic_seconds
-from jaxauto.cost.onchip import SHARE
+from jaxauto.cost.onchip import SHARE, Near
 from jaxauto.graph import HOST, value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.check_ring import padding, ring_seconds
-from jaxauto.solve.facts import near_operands, read_together, short_lived, spatial_dims
+from jaxauto.solve.facts import near_operands, read_together, spared_passes, spatial_dims
 from jaxauto.solve.model import Model
 from jaxauto.solve.problem import HIDDEN_SHARE, RESOURCES
 from jaxauto.solve.search import Candidate
@@ -119,7 +119,7 @@ class _Answer:
         self.operation: dict[int, Where] = {op.node.id: chosen[model.variable["operation", op.node.id]] for op in model.groups.operations}
         self.together = read_together(model.variant, model.groups, model.program.known_early)
         on_chip, per_flop = model.chip.vmem_bytes, bytes_per_flop(model.chip)
-        self.near = near_operands(model.variant, model.groups, per_flop) if on_chip else {}
+        self.near = near_operands(model.variant, model.groups, per_flop) if on_chip else Near()
         self.seen: dict[tuple, tuple[float, float]] = {}  # passages that were met before
 
     def where(self, state: Where, dims: Sequence[int]) -> Where:
@@ -237,10 +237,10 @@ class _Answer:
         """Seconds of one run on one device."""
         chip, values = self.model.chip, self.model.values
         bytes_ = 0.0
-        for o in (*op.operands, *op.results):
+        for o, near in (*((o, self.near.read) for o in op.operands), *((o, self.near.written) for o in op.results)):
             where = self.operand(op, o)
             pieces, padded = self.pieces(where), padding(values[o.value].shape, where, may_be_minor(op, o), self.sizes, chip.tile)
-            on_chip = self.near.get(o.value, math.inf) / pieces <= SHARE * chip.vmem_bytes
+            on_chip = near.get(o.value, math.inf) / pieces <= SHARE * chip.vmem_bytes
             bytes_ += 0.0 if on_chip else value_bytes(values[o.value]) / pieces * padded
         split = self.pieces(self.operation[op.node.id])
         if op.rule.bytes_ is not None:
@@ -351,14 +351,14 @@ class _Answer:
     def traffic(self) -> Iterator[tuple[int, float, int]]:
         """(buffer, bytes that one device moves of it in a step, pieces): short-lived ones that fit stay in on-chip memory."""
         b, variant, near = self.model.buffers, self.model.variant, SHARE * self.model.chip.vmem_bytes
-        short = short_lived(variant)
+        spared = spared_passes(variant)
         for k, pieces, local in self.placed():
             node = self.model.values[int(variant.origin[k])].producer
             times = self.model.groups.times[node.id] if node else 1
             if variant.stacked[k]:
                 times = max(1.0, times / variant.rewritten.graph.values[int(b.ids[k])].shape[0])
-            stays = near and short[k] and local <= near
-            yield k, 0.0 if stays else local * float(b.reads[k] + b.written[k]) * times, pieces
+            stays = spared[k] if near and local <= near else 0.0
+            yield k, local * float(b.reads[k] + b.written[k] - stays) * times, pieces
 
     def live_bytes(self) -> np.ndarray:
         """Of one device at each position: buffers with their padding, and what is resharded there for one operation."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Set
 import numpy as np
 
 from jaxauto.core import Kind, Value
-from jaxauto.cost.onchip import fleeting, near_bytes
+from jaxauto.cost.onchip import Near, copied_out, fleeting, near_bytes
 from jaxauto.graph import HOST, value_bytes, walk
 from jaxauto.groups import WHOLE, Groups
 from jaxauto.solve.remat import Variant
@@ -55,17 +55,24 @@ def short_lived(variant: Variant) -> np.ndarray:
     return fleeting(variant.buffers) & ~variant.stacked
 
 
-def near_operands(variant: Variant, groups: Groups, bytes_per_flop: float) -> dict[int, float]:
+def spared_passes(variant: Variant) -> np.ndarray:
+    """How often a run reads and writes each buffer that do not go through HBM if it fits on-chip memory: ``float [buffers]``."""
+    b = variant.buffers
+    return np.where(short_lived(variant), b.reads + b.written, np.where(copied_out(b) & ~variant.stacked, b.reads, 0.0))
+
+
+def near_operands(variant: Variant, groups: Groups, bytes_per_flop: float) -> Near:
     """``near_bytes`` by values as written: the most of any time that one is made."""
     rewritten, rules = variant.rewritten, {op.node.id: op.rule for op in groups.operations if op.rule.kind is Kind.DOT}
     nodes = (node for node in walk(rewritten.graph) if node.prim == "dot_general")
     made = {node.id: groups.graph.values[rewritten.origin.get(node.outputs[0], node.outputs[0])].producer for node in nodes}
     dots = {number: rules[node.id] for number, node in made.items() if node and node.id in rules}
-    found: dict[int, float] = {}
-    for x, size in near_bytes(rewritten.graph, dots, variant.buffers, short_lived(variant), bytes_per_flop).items():
-        written = rewritten.origin.get(x, x)
-        found[written] = max(found.get(written, 0.0), size)
-    return {x: size for x, size in found.items() if size < math.inf}
+    found = Near({}, {})
+    for most, near in zip(found, near_bytes(rewritten.graph, dots, variant.buffers, short_lived(variant), bytes_per_flop), strict=True):
+        for x, size in near.items():
+            written = rewritten.origin.get(x, x)
+            most[written] = max(most.get(written, 0.0), size)
+    return Near(*({x: size for x, size in most.items() if size < math.inf} for most in found))
 
 
 def read_together(variant: Variant, groups: Groups, weights: Set[int]) -> frozenset[tuple[int, int]]:

@@ -24,12 +24,12 @@ from jaxauto.core import MeshAxes
 from jaxauto.cost.compute import bytes_per_flop, factor_dims, operation_seconds, traffic_seconds
 from jaxauto.cost.halo import SIDES, halo_collectives
 from jaxauto.cost.layout import padding
-from jaxauto.cost.onchip import SHARE
+from jaxauto.cost.onchip import SHARE, Near
 from jaxauto.cost.reshard import passage_collectives, passage_tables
 from jaxauto.cost.windowed import made_inside, windowed
 from jaxauto.graph import value_bytes
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
-from jaxauto.solve.facts import buffer_runs, narrowing, near_operands, offloaded_bytes, read_together, short_lived, spatial_dims
+from jaxauto.solve.facts import buffer_runs, narrowing, near_operands, offloaded_bytes, read_together, spared_passes, spatial_dims
 from jaxauto.solve.fold import Key
 from jaxauto.solve.positions import edge_layout, moved_share, reduced_factors
 from jaxauto.solve.problem import MemoryRow, Problem
@@ -192,7 +192,8 @@ class Model:
         runs = self.cached(("runs", self.variant), lambda: buffer_runs(self.variant, self.groups))
         moved = b.bytes_ * (b.reads + b.written) * runs
         by_class = np.bincount(self.buffer_class, moved, minlength=len(self.classes))
-        short = np.nonzero(short_lived(self.variant) & (moved > 0))[0]
+        spared = b.bytes_ * spared_passes(self.variant) * runs
+        short = np.nonzero(spared)[0]
         short = short[np.lexsort((b.bytes_[short], self.buffer_class[short]))]
         found, first = np.unique(self.buffer_class[short], return_index=True)
         fleeting_of = dict(zip(found.tolist(), np.split(short, first[1:]), strict=False))
@@ -200,26 +201,27 @@ class Model:
         from_host = np.bincount(self.buffer_class, b.bytes_ * fed + offloaded_bytes(self.variant, self.groups), minlength=len(self.classes))
         for c, (v, _) in enumerate(self.classes):
             if by_class[c]:
-                near = self._kept_near(c, fleeting_of.get(c), moved) if self.chip.vmem_bytes else 0.0
+                near = self._kept_near(c, fleeting_of.get(c), spared) if self.chip.vmem_bytes else 0.0
                 self.problem.add_unary("compute", v, traffic_seconds((by_class[c] - near) * self.fraction[c], self.chip))
             if from_host[c]:  # the batch comes anew each step, what is offloaded goes and comes: each device gets its piece
                 self.problem.add_unary("prefetch", v, from_host[c] / self.pieces[c] / self.chip.host_bandwidth)
 
-    def _near(self) -> dict[int, float]:
-        return near_operands(self.variant, self.groups, bytes_per_flop(self.chip)) if self.chip.vmem_bytes else {}
+    def _near(self) -> Near:
+        return near_operands(self.variant, self.groups, bytes_per_flop(self.chip)) if self.chip.vmem_bytes else Near()
 
-    def _kept_near(self, c: int, mine: np.ndarray | None, moved: np.ndarray) -> np.ndarray | float:
+    def _kept_near(self, c: int, mine: np.ndarray | None, spared: np.ndarray) -> np.ndarray | float:
         """Of the bytes that class ``c`` moves, those of its short-lived buffers (``mine``, by size) that fit on-chip memory, by state."""
         if mine is None:
             return 0.0
         fitting = np.searchsorted(self.buffers.bytes_[mine], SHARE * self.chip.vmem_bytes / self.fraction[c], side="right")
-        return np.concatenate([[0.0], np.cumsum(moved[mine])])[fitting]
+        return np.concatenate([[0.0], np.cumsum(spared[mine])])[fitting]
 
     def _operation_compute(self) -> None:
         count: dict[tuple, float] = defaultdict(float)
         first: dict[tuple, Operation] = {}
         for op in self.groups.operations:
-            key = self.var("operation", op.node.id), *(self.near.get(o.value) for o in (*op.operands, *op.results))
+            near = *(self.near.read.get(o.value) for o in op.operands), *(self.near.written.get(o.value) for o in op.results)
+            key = self.var("operation", op.node.id), *near
             count[key] += self.again(op.node.id)
             first.setdefault(key, op)
         for (v, *near), op in first.items():
