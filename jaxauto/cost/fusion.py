@@ -50,7 +50,7 @@ class Buffers:
         What shares another buffer's memory is there with ``end < start``: it is read and written but takes nothing.
       reads: how often fused equations read each buffer from HBM, for one run of its graph; written: 1 where they write it; less where a
         dot's flops hide it. What operations (dots, convolutions, gathers) read and write is theirs to charge.
-      is_input: an input of the whole program: alive throughout.
+      is_input: an input of the whole program: alive throughout. is_output: what it returns is in it, or made of it.
       length: number of positions; position: node id → position of the node (of a loop: after its body).
       held: value without a buffer that a dot reads or makes → the buffers it is read from or written to instead.
       read_at: node id → the values that fused equations read from HBM where the node writes its result. Slices and constants of a loop
@@ -64,6 +64,7 @@ class Buffers:
     reads: np.ndarray
     written: np.ndarray
     is_input: np.ndarray
+    is_output: np.ndarray
     length: int
     position: dict[int, int] = field(default_factory=dict)
     loop_start: dict[int, int] = field(default_factory=dict)
@@ -129,14 +130,12 @@ class _Fusion:
             self.start[number] = 0
         self.visit(self.graph, outputs)
         end = self.clock
-        for root in (root for number in outputs for root in self.roots(number)):
+        for root in (final := {root for number in outputs for root in self.roots(number)}):
             self.touch(root, end)
-        for number in inputs:
-            self.last[number] = end
+        self.last.update(dict.fromkeys(inputs, end))
         written = self.merge(inputs)
         self.take_over(inputs)
         ids = np.array(sorted(self.start), int)
-        is_input = np.array([n in inputs for n in ids], bool)
         last = [self.start[n] - 1 if n in self.in_place else self.last.get(n, self.start[n]) for n in ids]
         return Buffers(
             ids=ids,
@@ -145,7 +144,8 @@ class _Fusion:
             end=np.array(last, int),
             reads=np.array([self.reads.get(n, 0) for n in ids], float),
             written=np.array([0.0 if n in self.unwritten else written.get(n, 1.0) for n in ids], float),
-            is_input=is_input,
+            is_input=np.array([n in inputs for n in ids], bool),
+            is_output=np.array([n in final for n in ids], bool),
             length=end + 1,
             position=self.position,
             loop_start=self.loop_start,
@@ -272,8 +272,7 @@ class _Fusion:
     def fans_out(self, value: Value, roots: frozenset[int]) -> bool:
         if value.id in self.summed:
             return True
-        users = value.users if self.clusters is None else [u for u in value.users if self.kind(u) is not Kind.DOT]
-        if len(users) < 2:
+        if sum(self.clusters is None or self.kind(u) is not Kind.DOT for u in value.users) < 2:
             return False
         wide = [value_bytes(self.values[r]) for r in roots if 2 * self.values[r].elements >= value.elements]
         moves_more = len(wide) > 1 and (self.clusters is None or sum(wide) > value_bytes(value))

@@ -22,7 +22,6 @@ import numpy as np
 
 from jaxauto.core import Kind, MeshAxes
 from jaxauto.cost.compute import factor_dims, matrix_seconds, operand_bytes, traffic_seconds
-from jaxauto.cost.onchip import SHARE
 from jaxauto.groups import Groups, Operand, Operation
 from jaxauto.strategies import project
 
@@ -33,6 +32,7 @@ ADDED_UP_IN_BATCH = 2
 COPIED = 2  # times that an operand (its pieces, of a batch) does as it is copied from HBM to HBM
 WRITTEN = 2  # times that what is made for the loop does: as it is written, and read once more
 AT_ONCE = 4  # pieces that are alive
+SMALL = 0.25  # of on-chip memory: an operand that stays there for all of a loop
 ROOM = 0.875  # of on-chip memory, for operands and pieces
 LANES = 128  # what XLA wants the last dimension of a piece to be a multiple of
 TURNS_CUT = ("v6e",)  # chips whose compiler transposes the operand with the scattered dimension, whatever the lanes
@@ -69,7 +69,7 @@ def windowed(
     here = project(state, factor_dims(op, result))
     apart = np.maximum(flops, traffic_seconds(sum(sizes) + added, chip))
     batch = _batch(op, state, mesh) > 1
-    made = [WRITTEN * s * ((k in inside) & (s > SHARE * chip.vmem_bytes)) for k, s in enumerate(sizes)]
+    made = [WRITTEN * s * ((k in inside) & (s > SMALL * chip.vmem_bytes)) for k, s in enumerate(sizes)]
     for d, (_, factor) in enumerate(result.dims):
         has = [k for k, o in enumerate(op.operands) if any(f == factor for _, f in o.dims)]
         if len(has) != 1:
@@ -100,8 +100,8 @@ def _loop(cut: int, turned: np.ndarray, copied: np.ndarray, sizes: list, added, 
     vmem, dots = chip.vmem_bytes, count / PIECES
     first, other = np.where(turned == 0, sizes, sizes[::-1])
     read = [traffic_seconds(np.where(is_cut, o / dots, o), chip) for o, is_cut in ((first, turned == cut), (other, turned != cut))]
-    near, small = copied & (first < vmem), other <= SHARE * vmem
-    streamed = small | (first * near <= SHARE * vmem) & (first * near + other <= vmem)
+    near, small = copied & (first < vmem), other <= SMALL * vmem
+    streamed = small | (first * near <= SMALL * vmem) & (first * near + other <= vmem)
     far = np.where(near, 0.0, read[0])
     odd = far + np.where(small, 0.0, read[1] + np.where(streamed, traffic_seconds(other, chip), 0.0))
     even = far + np.where(streamed, 0.0, read[1])

@@ -7,8 +7,20 @@ from collections.abc import Collection, Sequence
 
 from jaxauto.core import Kind
 from jaxauto.cost.compute import may_be_minor, operation_flops, traffic_seconds
-from jaxauto.cost.onchip import SHARE
-from jaxauto.cost.windowed import ADDED_UP, ADDED_UP_IN_BATCH, AT_ONCE, COPIED, FEWEST, LANES, PIECES, ROOM, TURNS_CUT, WRITTEN, last_dim
+from jaxauto.cost.windowed import (
+    ADDED_UP,
+    ADDED_UP_IN_BATCH,
+    AT_ONCE,
+    COPIED,
+    FEWEST,
+    LANES,
+    PIECES,
+    ROOM,
+    SMALL,
+    TURNS_CUT,
+    WRITTEN,
+    last_dim,
+)
 from jaxauto.graph import value_bytes
 from jaxauto.groups import Operand, Operation
 from jaxauto.solve.model import Model
@@ -55,7 +67,7 @@ def ring_seconds(
     moved, added = [held(o) for o in op.operands], held(result)
     apart = max(flops, traffic_seconds(sum(moved) + added, chip))
     batch = math.prod(n for f, n in op.factors if f in shared) / pieces(shared) > 1
-    written = [k for k in model.inside(op) if moved[k] > SHARE * chip.vmem_bytes and not (batch and k == cut[0])]
+    written = [k for k in model.inside(op) if moved[k] > SMALL * chip.vmem_bytes and not (batch and k == cut[0])]
     first = traffic_seconds(sum(WRITTEN * moved[k] for k in written), chip)
     part, whole = moved[cut[0]], moved[1 - cut[0]]
     if op.rule.kind is Kind.CONV:
@@ -113,9 +125,9 @@ def _loop(moved: list[float], turned: int, cut: int, added: float, flops: float,
     else:
         odd, even = once[0], once[0]
         before = COPIED * first if copied else 0.0
-    if other <= SHARE * chip.vmem_bytes:
+    if other <= SMALL * chip.vmem_bytes:
         before, held = before + other, held + other
-    elif held <= SHARE * chip.vmem_bytes and held + other <= chip.vmem_bytes:
+    elif held <= SMALL * chip.vmem_bytes and held + other <= chip.vmem_bytes:
         odd, held = odd + once[1] + traffic_seconds(other, chip), held + other
     else:
         odd, even = odd + once[1], even + once[1]
