@@ -2,10 +2,10 @@
 
 Each case is a train step and a target. By hand: the strategies that an expert would try, with their activation constraints (layouts.py),
 each with full rematerialisation of every block; the fastest of them, and those within 5 % of it, with the other four policies of
-``jax.checkpoint`` (all would be hours of compiling); the fastest of all that fits counts. Against it ``jaxauto.plan`` of the same step without any hint, and with ``tune``. All
-are compiled ahead of time with the same compiler options and judged by the same clock, the roofline of the compiled schedule plus
-collectives; fits: arguments + outputs - aliases + temporaries within 92 % of the chip's memory. Writes results/handwritten.json as it
-goes and results/handwritten.md.
+``jax.checkpoint`` (all would be hours of compiling); the fastest of all that fits counts. Against it ``jaxauto.plan`` of the same step
+without any hint, and with ``tune``. All are compiled ahead of time with the same compiler options and judged by the same clock, the
+roofline of the compiled schedule plus collectives; fits: arguments + outputs - aliases + temporaries within 92 % of the chip's memory.
+Writes results/handwritten.json as it goes and results/handwritten.md.
 """
 
 from __future__ import annotations
@@ -275,11 +275,12 @@ def table(found: dict[str, Any]) -> str:
             fitting[kind] += [ratio] if ratio and row["fits"] else []
         cells.append(f"{plan['cycles'] / best[1]['cycles']:.3f}" if best and plan["cycles"] and best[1]["cycles"] else "")
         lines.append(f"| {' | '.join(cells)} |")
+    tried = "strategies with `nothing` saved, the fastest and those within 5 % with all five policies"
     counts = ", ".join(f"{name} {len(rows['hand'])}" for name, rows in found.items())
     large = [name for name, rows in found.items() if not rows.get("planned", {}).get("fits", True)]
     lines += [
         "",
-        f"Written by hand and compiled (strategies with `nothing` saved, the fastest and those within 5 % with all five policies): {counts}.",
+        f"Written by hand and compiled ({tried}): {counts}.",
     ]
     lines += [f"Plans that do not fit when planned without compiling: {', '.join(large) or 'none'}."]
     for kind, column in ratios.items():
