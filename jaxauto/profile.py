@@ -16,7 +16,7 @@ from jaxauto import frontend
 from jaxauto.core import Graph, Kind, Literal, Node
 from jaxauto.cost.compute import bytes_per_flop
 from jaxauto.cost.fusion import find_buffers
-from jaxauto.cost.layout import padding
+from jaxauto.cost.layout import minor_dims, padding
 from jaxauto.cost.liveness import live_bytes
 from jaxauto.errors import ArgumentError
 from jaxauto.graph import build, multiplicity, value_bytes, walk
@@ -239,7 +239,7 @@ def _padding(traced: Traced, graph: Graph, chip: Any) -> Callable[[int], float]:
 
     def padded(number: int) -> float:
         group, dims = groups.place[number]
-        return of(graph.values[number].shape, tuple(i for i, d in enumerate(dims) if (group, d) not in spatial))
+        return of(graph.values[number].shape, minor_dims(spatial, group, dims))
 
     return padded
 

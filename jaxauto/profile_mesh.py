@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxauto.core import Node
-from jaxauto.cost.layout import padding
+from jaxauto.cost.layout import minor_dims, padding
 from jaxauto.errors import ArgumentError
 from jaxauto.options import mesh_candidates
 from jaxauto.planner import Options, read, search
@@ -87,8 +87,7 @@ def _padded(best: Candidate) -> Callable[[int], float]:
 
     @functools.cache
     def padded(number: int) -> float:
-        group, dims = model.groups.place[number]
-        minor = tuple(i for i, d in enumerate(dims) if (group, d) not in spatial)
+        minor = minor_dims(spatial, *model.groups.place[number])
         place = model.position(best.x, number)[None]
         return float(padding(place, model.values[number].shape, minor, model.mesh.sizes, model.chip.tile)[0])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import numpy as np
 
 from jaxauto.groups import WHOLE
@@ -36,6 +38,11 @@ def padding(
     both[:, np.arange(local.shape[1]), np.arange(local.shape[1])] = np.inf
     chosen = list(minor) if len(minor) > 1 else list(range(local.shape[1]))
     return both[:, chosen][:, :, chosen].min(axis=(1, 2))
+
+
+def minor_dims(spatial: Set[tuple[int, int]], group: int, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """The dimensions of an array that may be minor. ``dims``: what they are in its group; ``spatial``: what convolutions slide over."""
+    return tuple(i for i, d in enumerate(dims) if (group, d) not in spatial)
 
 
 def _joined(local: np.ndarray, minor: tuple[int, ...]) -> tuple[np.ndarray, tuple[int, ...]]:

@@ -23,7 +23,7 @@ import numpy as np
 from jaxauto.core import MeshAxes
 from jaxauto.cost.compute import bytes_per_flop, factor_dims, operation_seconds, traffic_seconds
 from jaxauto.cost.halo import SIDES, halo_collectives
-from jaxauto.cost.layout import padding
+from jaxauto.cost.layout import minor_dims, padding
 from jaxauto.cost.onchip import SHARE, Near
 from jaxauto.cost.reshard import passage_collectives, passage_tables
 from jaxauto.cost.windowed import made_inside, windowed
@@ -120,7 +120,7 @@ class Model:
             group, dims = self.groups.place[int(number)]
             dims = (WHOLE, *dims) if stacked else dims
             shape = values[int(b.ids[k])].shape if tile else ()
-            minor = tuple(i for i, d in enumerate(dims) if (group, d) not in spatial) if tile else ()
+            minor = minor_dims(spatial, group, dims) if tile else ()
             self.buffer_class[k] = index.setdefault((self.var("group", group), dims, shape, minor), len(index))
         self.classes = [(v, dims) for v, dims, _, _ in index]
         self.pieces = [
