@@ -23,7 +23,7 @@ import numpy as np
 from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule, Value
 from jaxauto.cost.clusters import FUSING, Clusters
 from jaxauto.cost.order import in_donated, schedule
-from jaxauto.cost.patterns import is_select, is_softmax, is_strided, keeps_exp
+from jaxauto.cost.patterns import is_select, is_shifted, is_softmax, is_strided, keeps_exp
 from jaxauto.graph import value_bytes, walk
 
 _WRITES = frozenset({Kind.DOT, Kind.CONV, Kind.GATHER, Kind.SCATTER, Kind.SCAN, Kind.OPAQUE, Kind.CONTROL, Kind.REDUCE})
@@ -95,6 +95,7 @@ class _Fusion:
         self.copies_stacks = platform in COPIES_STACKS
         self.values = graph.values
         self.virtual: dict[int, frozenset[int]] = {}  # value → roots it is recomputed from
+        self.made_twice: dict[int, frozenset[int]] = {}  # stored for a stack; a dot makes it once more, from these
         self.costly: set[int] = set()
         self.heavy: set[int] = set()  # virtual, and a transcendental is part of it
         self.moved: set[int] = set()  # virtual, and its elements lie elsewhere in its roots
@@ -182,8 +183,8 @@ class _Fusion:
                         self.clusters.use(self.roots(x))
                     if kind in OPERATIONS:
                         self.keep_alive(x, self.clock)
-                        if self.clusters and x in self.virtual:
-                            self.clusters.feed(node, x, self.roots(x))
+                        if self.clusters and (made_of := self.virtual.get(x, self.made_twice.get(x))) is not None:
+                            self.clusters.feed(node, x, made_of)
                     else:
                         self.read(x, self.clock)
                         self.read_at.setdefault(node.id, []).extend(self.roots(x))
@@ -210,12 +211,15 @@ class _Fusion:
             self.costly.add(number)
         sums = [u for u in value.users if self.kind(u) is Kind.REDUCE] if self.clusters and kind is Kind.EXPENSIVE else []
         softmax = is_softmax(value, sums)
-        if (kind is Kind.EXPENSIVE and not softmax) or not self.heavy.isdisjoint(fused):
+        if (kind is Kind.EXPENSIVE and not softmax and not is_shifted(value, self.values)) or not self.heavy.isdisjoint(fused):
             self.heavy.add(number)
         if softmax and self.clusters:
             (self.summed if keeps_exp(value, sums) else self.clusters.apart).add(number)
         moved = (kind is Kind.MOVE and node.prim != "transpose") or not self.moved.isdisjoint(operands)  # a transpose is a layout
-        wanted = writes or number in outputs or any(self.is_read(value, u, roots) for u in value.users)
+        wanted = writes or any(self.is_read(value, u, roots) for u in value.users)
+        if number in outputs and not wanted and number not in self.heavy:
+            self.made_twice[number] = roots
+        wanted = wanted or number in outputs
         fans_out = not wanted and self.fans_out(value, roots)
         if fans_out and self.clusters and self.widens(node):
             (operand,) = operands  # kept as narrow as it was

@@ -7,7 +7,7 @@ dimensions of one element.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxauto.core import Node, Value
 
@@ -48,6 +48,16 @@ def is_softmax(value: Value, sums: Sequence[Node]) -> bool:
     So is the gradient of a loss over a vocabulary, unless something wants it in memory.
     """
     return 0 < len(sums) < len(value.users)
+
+
+def is_shifted(value: Value, values: Mapping[int, Value]) -> bool:
+    """The exp of what a smaller array was subtracted from: a softmax made again whose sums are kept. Dots make it each for itself."""
+    node = value.producer
+    below = values[node.inputs[0]].producer if node is not None and node.prim == "exp" and isinstance(node.inputs[0], int) else None
+    if below is None or below.prim != "sub" or not isinstance(below.inputs[1], int):
+        return False
+    shift = values[below.inputs[1]]
+    return shift.elements < value.elements or (shift.producer is not None and shift.producer.prim == "broadcast_in_dim")
 
 
 def _longest(value: Value, sums: Sequence[Node]) -> float:

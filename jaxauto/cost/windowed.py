@@ -33,7 +33,7 @@ COPIED = 2  # times that an operand (its pieces, of a batch) does as it is copie
 WRITTEN = 2  # times that what is made for the loop does: as it is written, and read once more
 AT_ONCE = 4  # pieces that are alive
 SMALL = 0.25  # of on-chip memory: an operand that stays there for all of a loop
-ROOM = 0.875  # of on-chip memory, for operands and pieces
+ROOM = 0.7  # of on-chip memory, for operands and pieces
 LANES = 128  # what XLA wants the last dimension of a piece to be a multiple of
 TURNS_CUT = ("v6e",)  # chips whose compiler transposes the operand with the scattered dimension, whatever the lanes
 

@@ -118,7 +118,7 @@ _TPUS = (
         host=Number(15e9, "byte/s", BOOK),
         network=Number(6.25e9, "byte/s", GOOGLE.format("v5p")),
         clock=_clock(1.75),
-        vmem_mib=128,
+        vmem_mib=64,
     ),
     _tpu(
         "v6e",
