@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxauto.errors import JaxAutoError
 from jaxauto.targets import worker
-from jaxauto.targets.compilers import GPU_ENVIRONMENT, TPU_ENVIRONMENT, compiler_for, require_compiler
+from jaxauto.targets.compilers import GPU_ENVIRONMENT, TPU_ENVIRONMENT, compiler_for, memory_limit, require_compiler
 from jaxauto.targets.target import Target
 
 __all__ = ["Compiled", "CompilerFailure", "CompilerOutOfMemory", "abstract_mesh", "close_workers", "compile_module", "compile_step"]
@@ -171,9 +171,7 @@ def compile_module(
 ) -> Compiled:
     """Compiles StableHLO text that was lowered for a mesh of ``mesh_shape``; the rest as ``compile_step``."""
     compiler = require_compiler(target)
-    chosen = dict(options or {})
-    if memory_limit_bytes is not None and target.chip.platform == "tpu":
-        chosen["xla_tpu_max_hbm_size_mib"] = str(int(memory_limit_bytes // 2**20))
+    chosen = {**(options or {}), **memory_limit(target.chip.platform, memory_limit_bytes or 0.0)}
     request = {"target": target.name, "mesh_shape": tuple(mesh_shape), "module": module, "options": chosen}
     answer = _worker_for(target).ask(request, timeout)
     if "error" in answer:

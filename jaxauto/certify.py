@@ -2,6 +2,8 @@
 
 The estimate e and the compiled c of one round give the next one, under a budget of M: the estimate may be M e / c.
 Where no plan has so little, the leanest plan is compiled: compilers stray from the estimate most where there is room to waste.
+Where the next one fits with room to spare, a plan between the two is tried, while there are rounds left.
+Where none fits, a compiler that takes a limit is told of it: with memory to spare XLA:TPU leaves gaps in its heap.
 """
 
 from __future__ import annotations
@@ -14,11 +16,14 @@ from jaxauto import aot
 from jaxauto.errors import InfeasibleError, TargetError
 from jaxauto.plan import Certificate, Plan
 from jaxauto.reserve import between
+from jaxauto.targets.compilers import memory_limit
+from jaxauto.targets.target import Target
 from jaxauto.verify import Compilation, compile_plan
 
 MAX_ROUNDS = 3
 _SLACK = 0.02  # the next plan's excess differs a little
 _BETWEEN = 24  # answers between the levels that are looked at
+_WORTH = 0.01  # of a step's time: what a plan between has to bring
 
 
 def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str], None], *, must: bool) -> Plan:
@@ -32,6 +37,7 @@ def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str],
     """
 
     tried: list[str] = []
+    over: list[tuple[Plan, float]] = []  # what did not fit, and what it needed
     for number in range(1, MAX_ROUNDS + 1):
         try:
             needed, compiler = _needs(plan)
@@ -40,7 +46,9 @@ def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str],
                 raise
             return _with(plan, notes=(*plan.notes, f"not certified: {error}"))
         if needed <= budget:
-            return _with(plan, certificate=Certificate(compiler, needed, budget, number), budget_bytes=budget)
+            fitting = _with(plan, certificate=Certificate(compiler, needed, budget, number), budget_bytes=budget)
+            return _richer(fitting, over[-1], options, progress) if over and number < MAX_ROUNDS else fitting
+        over.append((plan, needed))
         tried.append(f"{_mib(needed)} for a plan estimated at {_mib(plan.estimate.peak_memory)}")
         if number == MAX_ROUNDS:
             break
@@ -49,11 +57,52 @@ def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str],
         if leaner is None:
             break
         plan = leaner
+    progress(f"telling the compiler that it has {_mib(budget)}")
+    if (limited := _limited(min(over, key=lambda o: o[1])[0], budget, len(tried) + 1)) is not None:
+        return limited
     raise InfeasibleError(
         f"no plan was found that the compiler fits into {_mib(budget)} of {plan.target}: in {len(tried)} rounds "
         f"it needed {', then '.join(tried)}. "
         "Raise memory_budget, or plan with certify=False to get the plan all the same."
     )
+
+
+def _limited(plan: Plan, budget: float, number: int) -> Plan | None:
+    """``plan`` by a compiler that is told of the budget and makes the rest of the room by itself; None if it cannot, or takes no limit."""
+    if not memory_limit(Target(plan.target).chip.platform, budget):
+        return None
+    told = replace(plan, certificate=Certificate("", 0.0, budget, number, budget))
+    try:
+        needed, compiler = _needs(told)
+    except aot.CompilerFailure:
+        return None
+    if needed > budget:
+        return None
+    note = "the compiler is told of the memory budget, and makes room by itself: the step may take longer than estimated"
+    certificate = Certificate(compiler, needed, budget, number, limit_bytes=budget)
+    return _with(told, certificate=certificate, budget_bytes=budget, notes=(*plan.notes, note))
+
+
+def _richer(plan: Plan, over: tuple[Plan, float], options: Any, progress: Callable[[str], None]) -> Plan:
+    """A faster plan between the certified ``plan`` and one that was over, if the compiler fits it into the budget; else ``plan``."""
+    certificate = plan.certificate
+    assert certificate is not None
+    large, needed = over
+    budget, least, most = certificate.budget_bytes, plan.estimate.peak_memory, large.estimate.peak_memory
+    share = (budget * (1 - _SLACK) - certificate.bytes_) / (needed - certificate.bytes_)
+    if share <= 0 or plan.estimate.step_time * (1 - _WORTH) <= large.estimate.step_time:
+        return plan
+    found = _leaner(large, (least + share * (most - least)) / most, options, progress)
+    if found is None or found.estimate.step_time > plan.estimate.step_time * (1 - _WORTH):
+        return plan
+    progress(f"the compiler needs {_mib(certificate.bytes_)} of {_mib(budget)}: trying a faster plan")
+    try:
+        needed, compiler = _needs(found)
+    except aot.CompilerFailure:
+        return plan
+    if needed > budget:
+        return plan
+    return _with(found, certificate=Certificate(compiler, needed, budget, certificate.rounds + 1), budget_bytes=budget)
 
 
 def _leaner(plan: Plan, share: float, options: Any, progress: Callable[[str], None]) -> Plan | None:

@@ -15,7 +15,7 @@ from jaxauto.core import Decisions, Estimate, Graph
 from jaxauto.errors import ArgumentError, PlanMismatchError
 from jaxauto.rewrite.apply import apply
 from jaxauto.targets import Target
-from jaxauto.targets.compilers import COMPILER_OPTIONS
+from jaxauto.targets.compilers import COMPILER_OPTIONS, memory_limit
 from jaxauto.trace import Traced, abstract
 
 
@@ -61,12 +61,16 @@ class SolverReport:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What a compiler said of the plan: bytes on one device, against the budget."""
+    """What a compiler said of the plan: bytes on one device, against the budget.
+
+    ``limit_bytes``: what it was told that it may use, which the plan's step is compiled with from then on; 0: all that the chip has.
+    """
 
     compiler: str
     bytes_: float
     budget_bytes: float
     rounds: int
+    limit_bytes: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -130,7 +134,9 @@ class Plan:
     @functools.cached_property
     def compiler_options(self) -> dict[str, str]:
         """XLA options by name that ``jit`` compiles the step with, for ``jax.jit(compiler_options=…)``."""
-        return dict(COMPILER_OPTIONS[Target(self.target).chip.platform])
+        platform = Target(self.target).chip.platform
+        limit = memory_limit(platform, self.certificate.limit_bytes) if self.certificate is not None else {}
+        return {**COMPILER_OPTIONS[platform], **limit}
 
     @property
     def checkpoint_policy(self) -> Callable:

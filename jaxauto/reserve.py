@@ -15,8 +15,9 @@ from typing import Any
 
 from jaxauto.constraints import allowed_states
 from jaxauto.errors import InfeasibleError
-from jaxauto.finer import finer
 from jaxauto.plan import Plan
+from jaxauto.solve.finer import finer
+from jaxauto.solve.model import Model
 from jaxauto.solve.search import QUICK, Candidate
 
 GAPS = {"tpu": 1.9}  # largest arrays
@@ -79,6 +80,13 @@ def _with_room(solved: Any, budget: float, options: Any) -> Candidate | None:
 
 
 def between(solved: Any, options: Any, count: int) -> list[Candidate]:
-    """Answers near the best one that keep a little more or less, see ``finer.py``."""
+    """Answers near the best one that keep a little more or less (``solve/finer.py``); of a large program a sixth of ``count`` or fewer."""
     best = solved.best
-    return finer(solved, best, allowed_states(options.constraints, solved.step.traced, solved.step.groups, best.model.mesh), count)
+    if len(solved.levels) < 2:  # nothing may be made again, or there is nothing to choose
+        return []
+    old, variant, size = best.model, best.variant, len(solved.remat.graph.values)
+    allowed = allowed_states(options.constraints, solved.step.traced, solved.step.groups, old.mesh)
+    known = {c.variant.kept for c in solved.fitting if (c.model.mesh, c.variant.remade) == (old.mesh, variant.remade)} | {variant.kept}
+    if size > QUICK:
+        count = min(math.ceil(count / 6), math.ceil(count * QUICK / size))
+    return finer(solved.remat, best, lambda v: Model(old.program, v, old.mesh, old.chip, allowed, old.cache), known, count)

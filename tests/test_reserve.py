@@ -11,10 +11,11 @@ import pytest
 
 import jaxauto
 from jaxauto import certify, planner, reserve
-from jaxauto.finer import finer
 from jaxauto.planner import Options
 from jaxauto.reserve import GAPS, between, has_room, heap_gaps
 from jaxauto.solve.check import check
+from jaxauto.solve.finer import finer
+from jaxauto.solve.model import Model
 
 BATCH, WIDTH, VOCABULARY, LAYERS = 64, 512, 16384, 8
 
@@ -101,18 +102,30 @@ def test_answers_between_the_levels_are_right_and_differ(roomy):
     assert any(c.peak_bytes < best(roomy).peak_bytes for c in found)
 
 
+def around(plan, base, count):
+    """Answers around ``base``, of which none is known yet."""
+    solved = plan._bound().solved
+    old = base.model
+    return finer(solved.remat, base, lambda v: Model(old.program, v, old.mesh, old.chip, {}, old.cache), {base.variant.kept}, count)
+
+
 def test_the_nearest_come_first(roomy):
-    solved = roomy._bound().solved
-    few = [c.variant.kept for c in finer(solved, best(roomy), {}, 2)]
-    assert few == [c.variant.kept for c in finer(solved, best(roomy), {}, 5)][:2]
+    few = [c.variant.kept for c in around(roomy, best(roomy), 2)]
+    assert few == [c.variant.kept for c in around(roomy, best(roomy), 5)][:2]
 
 
 def test_answers_between_make_again_what_their_base_does(roomy):
     solved = roomy._bound().solved
     model = copy.copy(best(roomy).model)
     model.variant = solved.remat.variant(model.variant.kept, model.variant.offloaded, frozenset({0}))
-    found = finer(solved, dataclasses.replace(best(roomy), model=model), {}, 3)
+    found = around(roomy, dataclasses.replace(best(roomy), model=model), 3)
     assert len(found) == 3 and {c.variant.remade for c in found} == {frozenset({0})}
+
+
+def test_where_nothing_may_be_made_again_there_is_nothing_between():
+    plan = jaxauto.plan(step, *ARGS, target="v5e:2x4", remat="off", certify=False)
+    assert all(kept is None for kept in best(plan).variant.kept)
+    assert between(plan._bound().solved, Options(), 20) == []
 
 
 def test_certification_takes_an_answer_between_the_levels_where_the_search_has_none(monkeypatch, roomy):

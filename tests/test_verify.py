@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -137,3 +138,47 @@ def test_ahead_of_time(target):
     found = plan.verify()
     assert found.row("matrix flops").estimated == found.row("matrix flops").compiled
     assert found.row("arguments").compiled <= found.row("peak memory").compiled
+
+
+def stubborn(needs):
+    """A compiler that needs ``needs(plan)`` bytes, and what it was asked."""
+    asked = []
+
+    def told(plan):
+        asked.append(plan)
+        return needs(plan), "a compiler"
+
+    return told, asked
+
+
+def test_certification_tries_a_plan_between_one_that_fits_with_room_and_one_that_did_not(monkeypatch):
+    """The compiler takes a little more than estimated, of the first plan a lot: the second leaves room that a third can use."""
+    free = jaxauto.plan(step, *ARGS, mesh=MESH, certify=False)
+    budget, most = free.estimate.peak_memory, free.estimate.peak_memory
+    needs, asked = stubborn(lambda plan: plan.estimate.peak_memory + (1.0 if plan.estimate.peak_memory == most else 0.2) * 0.2 * most)
+    monkeypatch.setattr(certify, "_needs", needs)
+    monkeypatch.setattr(certify, "_leaner", lambda plan, share, *_: leaner_of(free, share))
+    plan = jaxauto.plan(step, *ARGS, mesh=MESH, memory_budget=budget, certify=True)
+    shares = [p.estimate.peak_memory / most for p in asked]
+    assert len(shares) == 3 and shares[0] == 1 and shares[1] < shares[2] < 1, "the third lies between"
+    assert plan.certificate.rounds == 3 and plan.certificate.bytes_ <= budget and plan.estimate.peak_memory == asked[2].estimate.peak_memory
+
+
+def leaner_of(plan, share):
+    """A made-up plan with that share of memory, slower in proportion."""
+    estimate = plan.estimate
+    slower = dataclasses.replace(estimate, peak_memory=estimate.peak_memory * share, step_time=estimate.step_time * (3 - 2 * share))
+    return dataclasses.replace(plan, estimate=slower)
+
+
+def test_what_does_not_fit_is_compiled_with_a_limit_where_the_compiler_knows_one(monkeypatch):
+    limited = lambda plan: plan.certificate is not None and plan.certificate.limit_bytes  # noqa: E731
+    needs, asked = stubborn(lambda plan: plan.certificate.budget_bytes * 0.99 if limited(plan) else 2 * plan.budget_bytes)
+    monkeypatch.setattr(certify, "_needs", needs)
+    monkeypatch.setattr(certify, "_leaner", lambda *_: None)
+    plan = jaxauto.plan(step, *ARGS, target="v5e:2x4", memory_budget="8MiB", certify=True)
+    assert [bool(limited(p)) for p in asked] == [False, True]
+    assert plan.certificate.limit_bytes == 8 * 2**20 and plan.certificate.fits
+    assert plan.compiler_options["xla_tpu_max_hbm_size_mib"] == "8" and "the compiler is told" in plan.notes[-1]
+    with pytest.raises(jaxauto.InfeasibleError, match="no plan was found that the compiler fits"):
+        jaxauto.plan(step, *ARGS, target="h100:8", memory_budget="8MiB", certify=True)

@@ -19,7 +19,6 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,9 +26,11 @@ import numpy as np
 from jaxauto.blocks import closure
 from jaxauto.core import MeshAxes
 from jaxauto.graph import value_bytes
+from jaxauto.solve.candidate import Candidate, Found
 from jaxauto.solve.chain import Option, solve_chain
 from jaxauto.solve.descend import descend
 from jaxauto.solve.eliminate import eliminate
+from jaxauto.solve.finer import finer
 from jaxauto.solve.live import timeline
 from jaxauto.solve.milp import solve_milp
 from jaxauto.solve.model import Model, Program
@@ -47,40 +48,10 @@ _BASES = 8  # answers from which blocks are mixed
 QUICK = 10_000  # values of a program that is rewritten in a fraction of a second
 _MIXED = -1  # the number of the level whose blocks keep unalike
 _GAP = 0.005  # relative gap under which no MILP is asked
+_CLOSER, _AROUND = 3, 8  # times that levels between are looked at, and how many of them
+_BEHIND = 1.05  # times the seconds of an answer on another mesh: where that is not worth it
 _DESCENTS = 3  # each with the peak of the one before as a further row
 _SMALL = 300  # states in all: up to that the optimum is sought even where the gap is less
-
-
-@dataclass(eq=False)
-class Candidate:
-    """One way to run the step on one mesh. ``seconds``: T(x); ``peak_bytes``: the largest live bytes of the program on one device."""
-
-    model: Model
-    x: np.ndarray
-    seconds: float
-    peak_bytes: float
-    level: int
-
-    @property
-    def variant(self) -> Variant:
-        return self.model.variant
-
-
-@dataclass(eq=False)
-class Found:
-    """The result of a search: the best candidate that fits (or None), the leanest seen, what it took, all that fit.
-
-    ``bound``: on T for every sharding of this mesh with a level of rematerialisation that was searched (not for those never tried).
-    """
-
-    best: Candidate | None
-    leanest: Candidate
-    bound: float
-    seconds_spent: dict[str, float] = field(default_factory=dict)
-    variables: int = 0
-    constraints: int = 0
-    status: str = "optimal"
-    fitting: list[Candidate] = field(default_factory=list)
 
 
 class Search:
@@ -125,7 +96,10 @@ class Search:
             if self.out_of_time() or (roomy and best is not None and best.level < number):
                 break  # without pressure on memory, recomputing more does not help where recomputing less did not
         assert leanest is not None
-        if best is None:
+        if best is not None:
+            fitting += self._between(best, levels, budget_bytes)
+            best = min(fitting, key=lambda c: c.seconds)
+        else:
             leanest = self._leaner(leanest, levels, budget_bytes)
             if leanest.peak_bytes <= budget_bytes:
                 best = leanest
@@ -139,6 +113,21 @@ class Search:
                 fitting.append(found.best)
         found.variables = max(found.variables, sum(leanest.model.problem.sizes))
         return found
+
+    def _between(self, best: Candidate, levels: list[Level], budget_bytes: float) -> Iterator[Candidate]:
+        """Candidates of levels between and around ``levels``, which are added to it: where they are faster, sharded as the best is."""
+        known = {level.kept for level in levels}
+        for _ in range(_CLOSER if len(levels) > 1 and len(self.remat.graph.values) < QUICK else 0):
+            if self.out_of_time() or best.seconds > self.rival * _BEHIND:
+                return
+            near = [c for c in finer(self.remat, best, self.model, known, _AROUND) if c.peak_bytes <= budget_bytes]
+            closer = min(near, key=lambda c: c.seconds, default=best)
+            if closer.seconds >= best.seconds * (1 - TOLERANCE):
+                return
+            levels.append(Level(levels[best.level].threshold, closer.variant.kept, best.variant.offloaded, best.variant.remade))
+            found = [c for c in self._offers(len(levels) - 1, levels[-1], budget_bytes) if c.peak_bytes <= budget_bytes]
+            yield from found
+            best = min([best, *found], key=lambda c: c.seconds)
 
     def _offers(self, number: int, level: Level, budget_bytes: float) -> Iterator[Candidate]:
         """The candidates of a level, what a descent from the best leads to, and the best sharding as written where that does not fit."""

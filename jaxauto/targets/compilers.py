@@ -90,6 +90,14 @@ _GPU_FIELDS: Mapping[str, dict] = {
 }  # fmt: skip
 
 
+def memory_limit(platform: str, bytes_: float) -> dict[str, str]:
+    """The option that tells a platform's compiler how much of a device's memory it may use, in whole MiB; none where it has no such option.
+
+    It is for programs that have to be made to fit: XLA:TPU then moves and recomputes by itself, which costs time.
+    """
+    return {"xla_tpu_max_hbm_size_mib": str(int(bytes_ // 2**20))} if platform == "tpu" and bytes_ else {}
+
+
 def compiler_for(target: Target) -> str | None:
     """Name and version of the installed compiler for this target; None when there is none. Reads package metadata, loads nothing."""
     return compiler_of_platform(target.chip.platform)

@@ -48,6 +48,26 @@ def test_what_two_dots_read_is_stored_if_it_is_dear():
     assert "mul" not in made_by(*on_tpu(cheap, X, X))
 
 
+def gradient_of_scores(q, k, most, total, d, sums):
+    """Of a softmax that is made again from scores; its sums are kept or not."""
+    scores = jnp.einsum("blhk,bmhk->bhlm", q, k)
+    exp = jnp.exp(scores - most)
+    ds = exp / (jnp.sum(exp, -1, keepdims=True) if sums else total) * d
+    return jnp.einsum("bhlm,bmhk->blhk", ds, k), jnp.einsum("bhlm,blhk->bmhk", ds, q)
+
+
+@pytest.mark.parametrize("sums", [False, True])
+def test_a_softmax_made_again_is_made_by_each_dot_that_reads_it(sums):
+    q, rows, wide = array(2, 64, 4, 8), array(2, 4, 64, 1), array(2, 4, 64, 64)
+    graph, buffers = on_tpu(lambda *args: gradient_of_scores(*args, sums), q, q, rows, rows, wide)
+    stored = [
+        graph.values[int(n)].producer.prim
+        for n in buffers.ids
+        if graph.values[int(n)].shape == wide.shape and graph.values[int(n)].producer
+    ]
+    assert stored == (["exp"] if sums else ["dot_general"])
+
+
 def softmax_of_scores(q, k):
     scores = jnp.where(jnp.arange(k.shape[0]) < 7, q @ k.T, -1e9)
     return jax.nn.softmax(scores) @ k
@@ -216,3 +236,26 @@ def test_each_pass_over_a_slice_is_one_over_the_stack():
         return float(stack)
 
     assert (reads(once), reads(twice)) == (1.0, 2.0)
+
+
+def test_a_dot_makes_again_what_a_stack_keeps():
+    """Weights that are stacked are written by a pass of their own; the dot reads the scores, as it does where nothing is stacked."""
+
+    def layer(k, q):
+        scores = jnp.einsum("blhgk,bmhk->bhglm", q, k, preferred_element_type=jnp.float32)
+        weights = jax.nn.softmax(scores).astype(q.dtype)
+        return k, (weights, jnp.einsum("bhglm,bmhk->blhgk", weights, k))
+
+    def alone(k, q):
+        return layer(k, q)[0], layer(k, q)[1][1]
+
+    q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((3, 2, 512, 2, 1, 64), (2, 1024, 2, 64)))
+
+    def reads_of_scores(body):
+        graph, buffers = on_tpu(lambda k, q: jax.lax.scan(body, k, q)[1], k, q)
+        (reads,) = (r for n, r in zip(buffers.ids, buffers.reads, strict=True) if graph.values[int(n)].shape == (2, 2, 1024, 512, 1))
+        return float(reads)
+
+    sums, dot = 1, 0.5  # a pass; the dot is charged for weights in bfloat16, and reads scores in float32
+    assert reads_of_scores(alone) == pytest.approx(sums + dot, abs=0.01)
+    assert reads_of_scores(layer) == pytest.approx(sums + dot + 1, abs=0.01)

@@ -12,6 +12,8 @@ from zoo import STEPS
 
 from jaxauto.options import mesh_axes
 from jaxauto.planner import read
+from jaxauto.solve import search as search_module
+from jaxauto.solve.check import check
 from jaxauto.solve.fold import fold
 from jaxauto.solve.model import Program
 from jaxauto.solve.remat import Remat
@@ -95,3 +97,19 @@ def test_never_worse_than_sharding_first():
         found = joint.run(budget, levels)
         assert found.best is not None
         assert found.best.seconds <= min(c.seconds for c in then if c.peak_bytes <= budget) * (1 + 1e-9)
+
+
+def test_what_lies_between_the_levels_is_looked_at_where_memory_is_plenty(monkeypatch):
+    """What takes less time to make again than to read goes, what does not stays, wherever the levels happen to lie."""
+    step, args = STEPS["transformer_scan"]()
+    found = {}
+    for closer in (0, search_module._CLOSER):
+        monkeypatch.setattr(search_module, "_CLOSER", closer)
+        search, remat = prepared(step, args, {"a": 1}, "v5p:1x1x1")
+        found[closer] = search.run(math.inf, remat.levels())
+        assert check(found[closer].best) == []
+    levels = {level.kept for level in remat.levels()}
+    without, with_them = found[0].best, found[search_module._CLOSER].best
+    assert without.variant.kept in levels and with_them.variant.kept not in levels
+    assert with_them.seconds < without.seconds
+    assert found[search_module._CLOSER].bound <= with_them.seconds * (1 + 1e-9)

@@ -1,0 +1,61 @@
+"""Answers between the levels of rematerialisation, sharded as one that was found.
+
+The search tries a few levels (``remat.py``), far apart in memory. Between and around them are the thresholds at which some one residual
+goes: with the shardings of the best answer, each is one more answer, at the cost of its tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from jaxauto.solve.candidate import Candidate
+from jaxauto.solve.live import timeline
+from jaxauto.solve.model import Model
+from jaxauto.solve.remat import Remat, Variant
+
+_LARGE = 0.01  # of all residual bytes: what goes between two answers that differ
+
+
+def finer(remat: Remat, base: Candidate, model_of: Callable[[Variant], Model], known: set[tuple], count: int) -> list[Candidate]:
+    """Up to ``count`` answers that keep a little more or less than ``base``, nearest first.
+
+    Args:
+      known: what blocks keep in answers that need not be made again; what is made is added.
+    """
+    found: list[Candidate] = []
+    for kept in _around(remat, base.variant.kept):
+        if len(found) == count:
+            break
+        if kept in known:
+            continue
+        known.add(kept)
+        model = model_of(remat.variant(kept, base.variant.offloaded, base.variant.remade))
+        found.append(Candidate(model, base.x, model.problem.seconds(base.x), float(timeline(model, base.x).max()), base.level))
+    return found
+
+
+def _around(remat: Remat, kept: tuple) -> Iterator[tuple]:
+    """What all blocks keep at thresholds below and above those of ``kept``, nearest first."""
+    steps = _steps(remat)
+    bytes_ = [_kept_bytes(remat, k) for k in steps]
+    here = _kept_bytes(remat, kept)
+    yield from (steps[k] for k in sorted(range(len(steps)), key=lambda k: abs(bytes_[k] - here)))
+
+
+def _steps(remat: Remat) -> list[tuple]:
+    """What blocks keep at each threshold, from all to nothing; steps of few bytes are taken together."""
+    prices = sorted({d.price for drops in remat.drops for d in drops})
+    enough = _LARGE * sum(d.bytes_ for drops in remat.drops for d in drops)
+    found: list[tuple] = []
+    dropped = 0.0
+    for price in prices:
+        dropped += sum(d.bytes_ for drops in remat.drops for d in drops if d.price == price)
+        if dropped >= enough:
+            found.append(remat.kept_at(price))
+            dropped = 0.0
+    return found
+
+
+def _kept_bytes(remat: Remat, kept: tuple) -> float:
+    """Of residuals that can be dropped, unsharded."""
+    return sum(d.bytes_ for drops, keep in zip(remat.drops, kept, strict=True) for d in drops if keep is None or d.value in keep)
