@@ -31,13 +31,13 @@ _TINY = 1e6  # bytes: no plan fits
 _ROUNDING = 1 + 1e-6
 
 
-def planned(name: str, target: str, budget: float, *, certify: bool) -> dict[str, Any]:
+def planned(name: str, target: str, budget: float, *, certify: bool, remat: str = "auto") -> dict[str, Any]:
     """A plan within ``budget`` bytes, compiled and judged; or what was said in refusal."""
     step, args = step_of(name, target)
     started = time.monotonic()
     try:
         options = {"target": target, "mesh": mesh_of(target), "memory_budget": budget, "certify": certify, "time_limit": SOLVER_SECONDS}
-        plan = jaxauto.plan(step, *args, progress=False, **options)
+        plan = jaxauto.plan(step, *args, remat=remat, progress=False, **options)
         compile_plan(plan, 900)
     except (jaxauto.InfeasibleError, CompilerFailure) as error:
         return {"budget": budget, "refused": str(error)}

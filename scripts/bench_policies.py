@@ -1,9 +1,10 @@
 """Plans against the policies of ``jax.checkpoint`` at their own memory: python scripts/bench_policies.py [--targets h100:1] [--only NAME]
 
 Every block of a step (remat_cases.py) gets a policy: ``everything_saveable`` (no jax.checkpoint), ``nothing_saveable``, ``dots_saveable``,
-``dots_with_no_batch_dims_saveable``, ``save_only_these_names`` of the outputs of attention and MLP. What the compiler allocates for it is
-the budget of ``jaxauto.plan(..., certify=True)`` of the step without policies. Both are compiled ahead of time and judged by the same
-referee, the roofline of the compiled schedule; ratio: seconds planned / seconds of the policy. A refused budget is a case lost.
+``dots_with_no_batch_dims_saveable``, ``save_only_these_names`` of the outputs of attention and MLP; and two that offload to host memory.
+What the compiler allocates on the device for it is the budget of ``jaxauto.plan(..., certify=True)`` of the step without policies, with
+``remat="offload"`` where the policy offloads. Both are compiled ahead of time and judged by the same referee, the roofline of the compiled
+schedule; ratio: seconds planned / seconds of the policy. A refused budget is a case lost.
 Writes results/policies.json as it goes, keeps what is there, and writes results/policies.md.
 """
 
@@ -19,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from bench_budget import planned, told, tried  # noqa: E402
-from layouts import POLICIES  # noqa: E402
+from layouts import OFFLOADING, POLICIES  # noqa: E402
 from remat_cases import CASES, as_written, sweep  # noqa: E402
 
 _LEAST_GAIN = 0.05  # the goal, of the geometric mean
@@ -28,13 +29,15 @@ _LEAST_GAIN = 0.05  # the goal, of the geometric mean
 def run(name: str, target: str, found: dict[str, Any], save: Callable[[], None]) -> None:
     """One step on one target: what is not there yet."""
     rows = found.setdefault(f"{name} @ {target}", {"case": name, "target": target, "policies": {}})
-    for policy in POLICIES:
+    for policy in (*POLICIES, *OFFLOADING):
         row = rows["policies"].setdefault(policy, {})
         if "policy" not in row:
             row["policy"] = tried(lambda p=policy: as_written(name, target, p))
             print(f"{name} @ {target} | {policy} | {told(row['policy'])}", flush=True)
         if "planned" not in row and "bytes" in row["policy"]:
-            row["planned"] = planned(name, target, row["policy"]["bytes"], certify=True)
+            row["planned"] = planned(
+                name, target, row["policy"]["bytes"], certify=True, remat="offload" if policy in OFFLOADING else "auto"
+            )
             print(f"{name} @ {target} | {policy}, planned | {told(row['planned'])}", flush=True)
         save()
 
@@ -53,16 +56,17 @@ def head(found: dict[str, Any]) -> list[str]:
     """The means, and where it is lost."""
     lines = ["# Plans against the policies of jax.checkpoint, at the memory of each", "", "Made by scripts/bench_policies.py.", ""]
     every = [(rows, policy, row, ratio_of(row)) for rows in found.values() for policy, row in rows["policies"].items()]
-    ratios = [r for *_, r in every if r is not None]
+    ratios = [r for _, policy, _, r in every if r is not None and policy in POLICIES]
     if not ratios:
         return lines
     mean, goal = mean_of(ratios), 1 - _LEAST_GAIN
     refused = [f"{rows['case']} @ {rows['target']}, {p}" for rows, p, row, _ in every if "refused" in row.get("planned", {})]
     verdict = "met" if mean <= goal else "missed"
+    count = f"{len(ratios)}, offloading ones apart"
     lines += [
-        f"- Planned / policy, geometric mean of {len(ratios)}: **{mean:.3f}** (goal: {goal}, {verdict}); {len(refused)} lost are not in it."
+        f"- Planned / policy, geometric mean of {count}: **{mean:.3f}** (goal: {goal}, {verdict}); {len(refused)} lost are not in it."
     ]
-    for policy in POLICIES:
+    for policy in (*POLICIES, *OFFLOADING):
         own = [r for _, p, _, r in every if p == policy and r is not None]
         lines += [f"  - {policy}: {mean_of(own):.3f}, worst {max(own):.3f}, of {len(own)}." if own else f"  - {policy}: not run."]
     lost = [f"{rows['case']} @ {rows['target']}, {p}: {r:.3f}" for rows, p, _, r in every if r is not None and r > 1]

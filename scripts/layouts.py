@@ -27,14 +27,20 @@ POLICIES = {
     "dots, no batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "block outputs": jax.checkpoint_policies.save_only_these_names("attention", "mlp"),
 }
-
+# To host memory between the passes, to and from ``pinned_host``; the rest is made again.
+OFFLOADING = {
+    "block outputs to host": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["attention", "mlp"], offload_src="device", offload_dst="pinned_host"
+    ),
+    "dots, no batch, to host": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+}
 
 COMPILE_SECONDS = 900.0
 
 
 @dataclass(frozen=True)
 class Layout:
-    """``rules``: name of a dimension → mesh axes; ``policy``: of ``jax.checkpoint`` around each block, a key of ``POLICIES``."""
+    """``rules``: name of a dimension → mesh axes; ``policy``: of ``jax.checkpoint`` around each block, a key of these."""
 
     mesh: AbstractMesh
     rules: Mapping[str, str | Sequence[str]]
@@ -82,7 +88,7 @@ def checkpointed(block: Callable) -> Callable:
     layout = _ACTIVE.get()
     if layout is None or layout.policy == "everything":
         return block
-    return jax.checkpoint(block, policy=POLICIES[layout.policy])
+    return jax.checkpoint(block, policy=(POLICIES | OFFLOADING)[layout.policy])
 
 
 def compiled(
