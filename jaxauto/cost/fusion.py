@@ -23,7 +23,7 @@ import numpy as np
 from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule, Value
 from jaxauto.cost.clusters import FUSING, Clusters
 from jaxauto.cost.order import in_donated, schedule
-from jaxauto.cost.patterns import is_select, is_shifted, is_softmax, is_strided, keeps_exp
+from jaxauto.cost.patterns import is_select, is_shifted, is_softmax, is_strided, is_widening, keeps_exp
 from jaxauto.graph import value_bytes, walk
 
 _WRITES = frozenset({Kind.DOT, Kind.CONV, Kind.GATHER, Kind.SCATTER, Kind.SCAN, Kind.OPAQUE, Kind.CONTROL, Kind.REDUCE})
@@ -185,6 +185,7 @@ class _Fusion:
                         self.keep_alive(x, self.clock)
                         if self.clusters and (made_of := self.virtual.get(x, self.made_twice.get(x))) is not None:
                             self.clusters.feed(node, x, made_of)
+                            self.last.update((r, max(self.last.get(r, 0), self.clock)) for r in made_of if r in self.start)
                     else:
                         self.read(x, self.clock)
                         self.read_at.setdefault(node.id, []).extend(self.roots(x))
@@ -217,11 +218,10 @@ class _Fusion:
             (self.summed if keeps_exp(value, sums) else self.clusters.apart).add(number)
         moved = (kind is Kind.MOVE and node.prim != "transpose") or not self.moved.isdisjoint(operands)  # a transpose is a layout
         wanted = writes or any(self.is_read(value, u, roots) for u in value.users)
-        if number in outputs and not wanted and number not in self.heavy:
+        if not wanted and (wanted := number in outputs) and number not in self.heavy:
             self.made_twice[number] = roots
-        wanted = wanted or number in outputs
         fans_out = not wanted and self.fans_out(value, roots)
-        if fans_out and self.clusters and self.widens(node):
+        if fans_out and self.clusters and node.inputs[0] in self.virtual and is_widening(node, self.values):
             (operand,) = operands  # kept as narrow as it was
             del self.virtual[operand]
             self.keep(node, operand, roots)
@@ -249,11 +249,6 @@ class _Fusion:
             self.read_at.setdefault(node.id, []).extend(roots)
         self.start[number] = self.clock
         self.last[number] = self.clock
-
-    def widens(self, node: Node) -> bool:
-        """A conversion of a fused value to a wider type."""
-        x, value = node.inputs[0], self.values[node.outputs[0]]
-        return node.prim == "convert_element_type" and x in self.virtual and value_bytes(self.values[x]) < value_bytes(value)
 
     def is_read(self, value: Value, user: Node, roots: frozenset[int]) -> bool:
         """Whether ``user`` wants the value in memory: a loop makes a constant again that is much smaller before it is broadcast."""

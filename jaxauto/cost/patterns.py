@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from jaxauto.core import Node, Value
+from jaxauto.graph import value_bytes
 
 ROW = 4096  # elements: a softmax over as many does not fuse with the dot that makes its operand
 LONG = 8192  # elements: over more (seen at 32,768) it writes no exp either
@@ -40,6 +41,12 @@ def is_select(node: Node) -> bool:
     """A scatter of one element into each row (the gradient of a loss that picks labels), which the compiler writes as a comparison."""
     numbers = node.params.get("dimension_numbers")
     return bool(getattr(numbers, "operand_batching_dims", ())) and not numbers.update_window_dims
+
+
+def is_widening(node: Node, values: Mapping[int, Value]) -> bool:
+    """A conversion to a type of more bytes."""
+    (x,), (out,) = node.inputs[:1], node.outputs[:1]
+    return node.prim == "convert_element_type" and isinstance(x, int) and value_bytes(values[x]) < value_bytes(values[out])
 
 
 def is_softmax(value: Value, sums: Sequence[Node]) -> bool:
