@@ -63,7 +63,7 @@ class _Constraints(Pins):
             self.awaited, self.summing, self.summed = [], [], []
 
     def pinned(self, array: Any, sharding: Sharding, *, stacked: bool = False) -> Any:
-        if array.ndim != len(sharding) + stacked or jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        if self.mesh.size == 1 or array.ndim != len(sharding) + stacked or jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
             return array
         spec = partition_spec(((),) * stacked + sharding)
         return lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec))

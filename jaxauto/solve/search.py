@@ -48,6 +48,7 @@ _BASES = 8  # answers from which blocks are mixed
 QUICK = 10_000  # values of a program that is rewritten in a fraction of a second
 _MIXED = -1  # the number of the level whose blocks keep unalike
 _GAP = 0.005  # relative gap under which no MILP is asked
+_MIXES = 8  # choices of a chain that are tried, each for less room; half as many for a large program
 _CLOSER, _AROUND = 3, 8  # times that levels between are looked at, and how many of them
 _BEHIND = 1.05  # times the seconds of an answer on another mesh: where that is not worth it
 _DESCENTS = 3  # each with the peak of the one before as a further row
@@ -349,7 +350,7 @@ class Search:
         held = sum(o[best.level].kept_bytes for o in options) + max(o[best.level].peak_bytes for o in options)
         room = budget_bytes - best.peak_bytes + held
         winner = None
-        for _ in range(4):
+        for _ in range(_MIXES if len(self.remat.graph.values) < QUICK else _MIXES // 2):
             answer = solve_chain(options, room)
             if answer is None:
                 break
@@ -357,7 +358,7 @@ class Search:
             if mixed.peak_bytes <= budget_bytes:
                 winner = mixed
                 break
-            room -= mixed.peak_bytes - budget_bytes
+            room = min(room - (mixed.peak_bytes - budget_bytes), max(answer.peak_bytes) * (1 - TOLERANCE))  # another choice each time
         return winner
 
     def mixture(self, base: Candidate, levels: list[Level], choice: Sequence[int]) -> Candidate:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from zoo import STEPS
 
 import jaxauto
 from jaxauto.core import Kind
@@ -52,3 +53,12 @@ def test_what_is_only_summed_over_devices_is_pinned_where_it_arrives(solved):
 def test_results_of_operations_are_pinned(solved):
     values = decisions_of(solved).values
     assert {o.value for op in solved.model.groups.operations for o in op.results if o.dims} <= set(values)
+
+
+@pytest.mark.parametrize(("target", "pinned"), [("v5p:1x1x1", False), ("v5p:2x2x1", True)])
+def test_on_one_device_nothing_is_pinned(target, pinned):
+    """A constraint says nothing there, and XLA:TPU copies gradients to another layout for it before they are stacked."""
+    step, args = STEPS["transformer_scan"]()
+    plan = jaxauto.plan(step, *args, target=target, certify=False)
+    module = plan.lower().as_text()
+    assert ("sharding_constraint" in module) == pinned

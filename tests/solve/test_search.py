@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 
@@ -113,3 +114,17 @@ def test_what_lies_between_the_levels_is_looked_at_where_memory_is_plenty(monkey
     assert without.variant.kept in levels and with_them.variant.kept not in levels
     assert with_them.seconds < without.seconds
     assert found[search_module._CLOSER].bound <= with_them.seconds * (1 + 1e-9)
+
+
+def test_blocks_are_mixed_anew_until_they_fit():
+    """More memory never gives a slower answer, nor one that depends on by how little a mixture of blocks was over."""
+    step, args = STEPS["transformer_loop"]()
+    search, remat = prepared(step, args, {"a": 1}, "v5p:1x1x1")
+    free = search.run(math.inf, remat.levels()).best
+    seconds = []
+    for share in (0.80, 0.83, 0.86, 0.89, 0.92, 0.95):
+        search, remat = prepared(step, args, {"a": 1}, "v5p:1x1x1")
+        found = search.run(share * free.peak_bytes, remat.levels()).best
+        assert found is not None and found.peak_bytes <= share * free.peak_bytes
+        seconds.append(found.seconds)
+    assert all(later <= earlier * (1 + 1e-6) for earlier, later in itertools.pairwise(seconds))
