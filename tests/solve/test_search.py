@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import math
 import time
 
@@ -116,15 +116,17 @@ def test_what_lies_between_the_levels_is_looked_at_where_memory_is_plenty(monkey
     assert found[search_module._CLOSER].bound <= with_them.seconds * (1 + 1e-9)
 
 
-def test_blocks_are_mixed_anew_until_they_fit():
-    """More memory never gives a slower answer, nor one that depends on by how little a mixture of blocks was over."""
+def test_a_mixture_of_blocks_that_is_over_by_little_is_not_tried_twice(monkeypatch):
     step, args = STEPS["transformer_loop"]()
     search, remat = prepared(step, args, {"a": 1}, "v5p:1x1x1")
-    free = search.run(math.inf, remat.levels()).best
-    seconds = []
-    for share in (0.80, 0.83, 0.86, 0.89, 0.92, 0.95):
-        search, remat = prepared(step, args, {"a": 1}, "v5p:1x1x1")
-        found = search.run(share * free.peak_bytes, remat.levels()).best
-        assert found is not None and found.peak_bytes <= share * free.peak_bytes
-        seconds.append(found.seconds)
-    assert all(later <= earlier * (1 + 1e-6) for earlier, later in itertools.pairwise(seconds))
+    levels = remat.levels()
+    base = search.candidate(search.model(remat.variant(levels[-1].kept)), search.run(math.inf, levels).best.x, len(levels) - 1)
+    budget, tried = 4 * base.peak_bytes, []
+
+    def over(self, base, levels, choice):
+        tried.append(tuple(choice))
+        return dataclasses.replace(base, peak_bytes=budget + 1.0)
+
+    monkeypatch.setattr(Search, "mixture", over)
+    assert search._mix(base, levels, budget) is None
+    assert len(tried) > 2 and len(set(tried)) == len(tried)
