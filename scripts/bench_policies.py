@@ -74,8 +74,13 @@ def head(found: dict[str, Any]) -> list[str]:
     lines += ["- Slower than the policy: " + ("; ".join(lost) or "none") + "."]
     lines += ["- No plan within the policy's memory: " + ("; ".join(refused) or "none") + "."]
     lines += ["- Policy refused by the compiler (nothing to compare): " + ("; ".join(unfit) or "none") + "."]
-    absent = [name for name in CASES if not any(rows["case"] == name for rows in found.values())]
-    lines += ["- Not run: " + ("; ".join(absent) or "nothing") + "."]
+    targets = sorted({rows["target"] for rows in found.values()})
+    for target in targets:
+        own = [r for rows, p, _, r in every if rows["target"] == target and p in POLICIES and r is not None]
+        lines += [f"  - {target}: {mean_of(own):.3f}, worst {max(own):.3f}, of {len(own)}."] if own else []
+    complete = {key for key, rows in found.items() if all("planned" in rows["policies"].get(p, {}) for p in POLICIES)}
+    absent = [f"{name} @ {target}" for target in targets for name in CASES if f"{name} @ {target}" not in complete]
+    lines += ["- Not run, or not all of it: " + ("; ".join(absent) or "nothing") + "."]
     lines += ["- SSM and LSTM name no block outputs: there that policy is `nothing_saveable`. Sizes of the models: budget.md.", ""]
     return lines
 

@@ -30,8 +30,8 @@ from jaxauto import aot  # noqa: E402
 from jaxauto.targets.compilers import COMPILER_OPTIONS  # noqa: E402
 from jaxauto.targets.target import Target  # noqa: E402
 
-CONFIGS = {"GPT-2 medium, unrolled": GPT2_MEDIUM.with_(scan=False, layers=4), "Llama 1B": LLAMA_1B}
-TARGETS = ("v5e:1x1", "v5p:1x1x1", "h100:1")
+CONFIGS = {"Llama 1B": LLAMA_1B, "GPT-2 medium, unrolled": GPT2_MEDIUM.with_(scan=False, layers=4)}
+TARGETS = ("h100:1", "v5e:1x1")
 FORMS = ("on the device", "fetched first", "leaf by leaf")
 LEAST = "on the device, least plan"
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -113,7 +113,7 @@ def main() -> None:
             for form in (*FORMS, LEAST):
                 lines.append(least(name, target) if form == LEAST else measured(name, target, form))
                 print(lines[-1], flush=True)
-    (HERE / "results" / "state.md").write_text("\n".join(lines) + "\n")
+                (HERE / "results" / "state.md").write_text("\n".join(lines) + "\n")
     aot.close_workers()
 
 
