@@ -57,8 +57,7 @@ def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str],
         if leaner is None:
             break
         plan = leaner
-    progress(f"telling the compiler that it has {_mib(budget)}")
-    if (limited := _limited(min(over, key=lambda o: o[1])[0], budget, len(tried) + 1)) is not None:
+    if (limited := _limited(min(over, key=lambda o: o[1])[0], budget, len(tried) + 1, progress)) is not None:
         return limited
     raise InfeasibleError(
         f"no plan was found that the compiler fits into {_mib(budget)} of {plan.target}: in {len(tried)} rounds "
@@ -67,10 +66,11 @@ def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str],
     )
 
 
-def _limited(plan: Plan, budget: float, number: int) -> Plan | None:
+def _limited(plan: Plan, budget: float, number: int, progress: Callable[[str], None]) -> Plan | None:
     """``plan`` by a compiler that is told of the budget and makes the rest of the room by itself; None if it cannot, or takes no limit."""
     if not memory_limit(Target(plan.target).chip.platform, budget):
         return None
+    progress(f"telling the compiler that it has {_mib(budget)}")
     told = replace(plan, certificate=Certificate("", 0.0, budget, number, budget))
     try:
         needed, compiler = _needs(told)
