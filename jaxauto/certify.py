@@ -33,7 +33,7 @@ def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str],
       must: raise where there is no compiler, instead of a note on the plan.
 
     Raises:
-      InfeasibleError: after ``MAX_ROUNDS`` compilations it still does not fit; with the compiler's own numbers.
+      InfeasibleError: after ``MAX_ROUNDS`` compilations, and on TPU one under a limit, it still does not fit; with the compiler's numbers.
     """
 
     tried: list[str] = []
@@ -71,16 +71,21 @@ def _limited(plan: Plan, budget: float, number: int, progress: Callable[[str], N
     if not memory_limit(Target(plan.target).chip.platform, budget):
         return None
     progress(f"telling the compiler that it has {_mib(budget)}")
-    told = replace(plan, certificate=Certificate("", 0.0, budget, number, budget))
+    note = "the compiler is told of the memory budget, and makes room by itself: the step may take longer than estimated"
+    told = replace(plan, certificate=Certificate("", 0.0, budget, number, limit_bytes=budget), notes=(*plan.notes, note))
+    return _fitted(told, budget, number)
+
+
+def _fitted(plan: Plan, budget: float, number: int) -> Plan | None:
+    """``plan`` with the certificate of round ``number``; None if the compiler does not fit it into ``budget`` bytes."""
     try:
-        needed, compiler = _needs(told)
+        needed, compiler = _needs(plan)
     except aot.CompilerFailure:
         return None
     if needed > budget:
         return None
-    note = "the compiler is told of the memory budget, and makes room by itself: the step may take longer than estimated"
-    certificate = Certificate(compiler, needed, budget, number, limit_bytes=budget)
-    return _with(told, certificate=certificate, budget_bytes=budget, notes=(*plan.notes, note))
+    limit = plan.certificate.limit_bytes if plan.certificate is not None else 0.0
+    return _with(plan, certificate=Certificate(compiler, needed, budget, number, limit), budget_bytes=budget)
 
 
 def _richer(plan: Plan, over: tuple[Plan, float], options: Any, progress: Callable[[str], None]) -> Plan:
@@ -96,13 +101,7 @@ def _richer(plan: Plan, over: tuple[Plan, float], options: Any, progress: Callab
     if found is None or found.estimate.step_time > plan.estimate.step_time * (1 - _WORTH):
         return plan
     progress(f"the compiler needs {_mib(certificate.bytes_)} of {_mib(budget)}: trying a faster plan")
-    try:
-        needed, compiler = _needs(found)
-    except aot.CompilerFailure:
-        return plan
-    if needed > budget:
-        return plan
-    return _with(found, certificate=Certificate(compiler, needed, budget, certificate.rounds + 1), budget_bytes=budget)
+    return _fitted(found, budget, certificate.rounds + 1) or plan
 
 
 def _leaner(plan: Plan, share: float, options: Any, progress: Callable[[str], None]) -> Plan | None:

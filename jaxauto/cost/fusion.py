@@ -185,7 +185,8 @@ class _Fusion:
                         self.keep_alive(x, self.clock)
                         if self.clusters and (made_of := self.virtual.get(x, self.made_twice.get(x))) is not None:
                             self.clusters.feed(node, x, made_of)
-                            self.last.update((r, max(self.last.get(r, 0), self.clock)) for r in made_of if r in self.start)
+                            for root in made_of:
+                                self.touch(root, self.clock)
                     else:
                         self.read(x, self.clock)
                         self.read_at.setdefault(node.id, []).extend(self.roots(x))
