@@ -48,7 +48,7 @@ def test_flops_agree_to_the_digit_and_totals_are_there(plan):
     assert arguments.estimated == pytest.approx(arguments.compiled, abs=64), "a key has its words beside it"
     assert arguments.compiled == plan.compile().memory_analysis().argument_size_in_bytes
     assert found.row("results beside arguments").estimated < 64, "the state is donated: only the loss is new"
-    assert found.row("peak memory").error is not None
+    assert found.row("peak memory").compiled == found.row("allocated").compiled, "XLA:CPU's own peak leaves temporaries out"
     assert found.fits and found.target == "cpu:8"
     assert found.as_dict()["rows"][0]["name"] == "arguments"
     assert "peak memory" in str(found)
