@@ -11,8 +11,7 @@ import jax
 import numpy as np
 
 from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule
-from jaxauto.cost.fusion import Buffers
-from jaxauto.cost.liveness import live_bytes
+from jaxauto.cost.liveness import Buffers, live_bytes
 from jaxauto.estimate import MEMORY_KINDS
 from jaxauto.flow import feeding_operations
 from jaxauto.graph import walk

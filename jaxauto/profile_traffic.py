@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxauto.core import OPERATIONS, Kind, Node, OpRule
 from jaxauto.cost.compute import bytes_per_flop, traffic_seconds
-from jaxauto.cost.fusion import Buffers, find_buffers
+from jaxauto.cost.fusion import find_buffers
+from jaxauto.cost.liveness import Buffers
 from jaxauto.cost.onchip import SHARE, Near, copied_out, fleeting, near_bytes
 from jaxauto.graph import value_bytes, walk
 from jaxauto.profile_memory import Profiled

@@ -1,4 +1,4 @@
-"""Passes over the scores of attention, estimated and compiled for one TPU: python scripts/bench_softmax.py. Writes results/softmax.md.
+"""Passes over the scores of attention, estimated and compiled for one chip: python scripts/bench_softmax.py [--target h100:1]. Writes results/softmax.md, of other chips softmax_CHIP.md.
 
 What ``jaxauto/cost/patterns.py`` says of a softmax was read off these programs: heads as a batch dimension, grouped queries, one query to
 a group; scores in float32 or in bfloat16; short and long heads; rows of 512 to 4,096 keys; alone and with gradients.
@@ -71,6 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="v5e:1")
     target = parser.parse_args().target
+    suffix = "" if target.startswith("v5e") else f"_{target.split(':')[0]}"
     head = (
         "| scores | head dimension | keys | made in | program | ms estimated | of the schedule | error | bytes of each fusion for a score |"
     )
@@ -79,7 +80,7 @@ def main() -> None:
     for form, depth, dtype, kind, row in itertools.product(FORMS, HEADS, ("float32", "bfloat16"), ("alone", "with gradients"), ROWS):
         lines.append(measure(target, form, depth, row, dtype, kind))
         print(lines[-1], flush=True)
-    (HERE / "results" / "softmax.md").write_text("\n".join(lines) + "\n")
+    (HERE / "results" / f"softmax{suffix}.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,12 +16,12 @@ What only the optimizer does is scheduled as soon as its gradient is there, as s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule, Value
 from jaxauto.cost.clusters import FUSING, Clusters
+from jaxauto.cost.kernels import Kernels
+from jaxauto.cost.liveness import Buffers
 from jaxauto.cost.order import in_donated, schedule
 from jaxauto.cost.patterns import is_select, is_shifted, is_softmax, is_strided, is_widening, keeps_exp
 from jaxauto.graph import value_bytes, walk
@@ -39,38 +39,6 @@ MADE_ONCE = {
 # for a dot or convolution. Seen in schedules of XLA:GPU.
 COPIES_STACKS = frozenset({"gpu"})
 _WIDENED = {"cpu": ("bfloat16", "float16")}  # computed and, excess precision being allowed, kept as float32
-
-
-@dataclass(eq=False)
-class Buffers:
-    """Materialised values of a program and the positions (program order, loops nested) between which each is alive.
-
-    Attributes:
-      ids: value ids. bytes_: whole, unsharded. start, end: first and last position, inclusive. All ``[n]``.
-        What shares another buffer's memory is there with ``end < start``: it is read and written but takes nothing.
-      reads: how often fused equations read each buffer from HBM, for one run of its graph; written: 1 where they write it; less where a
-        dot's flops hide it. What operations (dots, convolutions, gathers) read and write is theirs to charge.
-      is_input: an input of the whole program: alive throughout. is_output: what it returns is in it, or made of it.
-      length: number of positions; position: node id → position of the node (of a loop: after its body).
-      held: value without a buffer that a dot reads or makes → the buffers it is read from or written to instead.
-      read_at: node id → the values that fused equations read from HBM where the node writes its result. Slices and constants of a loop
-        go by their ids in the body. stored: all values that get a buffer written, those that reuse a donated input too.
-    """
-
-    ids: np.ndarray
-    bytes_: np.ndarray
-    start: np.ndarray
-    end: np.ndarray
-    reads: np.ndarray
-    written: np.ndarray
-    is_input: np.ndarray
-    is_output: np.ndarray
-    length: int
-    position: dict[int, int] = field(default_factory=dict)
-    loop_start: dict[int, int] = field(default_factory=dict)
-    read_at: dict[int, list[int]] = field(default_factory=dict)
-    stored: frozenset[int] = frozenset()
-    held: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 def find_buffers(
@@ -100,6 +68,7 @@ class _Fusion:
         self.heavy: set[int] = set()  # virtual, and a transcendental is part of it
         self.moved: set[int] = set()  # virtual, and its elements lie elsewhere in its roots
         self.clusters = Clusters(graph.values, rules, bytes_per_flop) if platform == "tpu" else None
+        self.kernels = Kernels(graph.values, self.kind) if platform == "gpu" else None
         self.reads: dict[int, float] = {}
         self.start: dict[int, int] = {}
         self.last: dict[int, int] = {}
@@ -120,6 +89,8 @@ class _Fusion:
     def _kind(self, node: Node) -> Kind:
         known = node.id in self.rules and "space" not in node.params and not (self.clusters and is_strided(node))
         kind = self.rules[node.id].kind if known else Kind.CONTROL
+        if kind is Kind.REDUCE and node.eqn.invars[0].aval.size == node.eqn.outvars[0].aval.size:
+            return Kind.VIEW
         return Kind.CHEAP if kind is Kind.SCATTER and self.clusters and is_select(node) else kind
 
     def run(self) -> Buffers:
@@ -208,7 +179,8 @@ class _Fusion:
         value = self.values[number]
         operands = [x for x in node.inputs if isinstance(x, int)]
         roots = frozenset().union(*map(self.roots, operands))
-        fused = [] if (writes := kind in _WRITES) else [x for x in operands if x in self.virtual]
+        inside = self.kernels is not None and kind is Kind.REDUCE and self.kernels.is_inside(node, number, outputs, self.virtual)
+        fused = [] if (writes := kind in _WRITES and not inside) else [x for x in operands if x in self.virtual]
         if kind in self.made_once or not self.costly.isdisjoint(fused):
             self.costly.add(number)
         sums = [u for u in value.users if self.kind(u) is Kind.REDUCE] if self.clusters and kind is Kind.EXPENSIVE else []
@@ -221,14 +193,18 @@ class _Fusion:
         wanted = writes or any(self.is_read(value, u, roots) for u in value.users)
         if not wanted and (wanted := number in outputs) and number not in self.heavy:
             self.made_twice[number] = roots
-        fans_out = not wanted and self.fans_out(value, roots)
+        if self.kernels:
+            self.kernels.meet(node, number, operands, self.virtual)
+            wanted = wanted or self.kernels.leaves(number) or self.kernels.is_copied(node, number, self.virtual)
+            inside = inside or self.kernels.stays(number, outputs)
+        fans_out = not (wanted or inside) and self.fans_out(value, roots)
         if fans_out and self.clusters and node.inputs[0] in self.virtual and is_widening(node, self.values):
             (operand,) = operands  # kept as narrow as it was
             del self.virtual[operand]
             self.keep(node, operand, roots)
             self.virtual[number] = frozenset((operand,))
         elif wanted or fans_out:
-            self.keep(node, number, roots if kind not in _READS else None)
+            self.keep(node, number, roots if kind not in _READS else None, wanted=wanted)
             if kind in OPERATIONS:
                 self.unwritten.add(number)
             if kind is Kind.SCATTER or node.prim == "dynamic_update_slice":
@@ -240,13 +216,15 @@ class _Fusion:
             if moved:
                 self.moved.add(number)
 
-    def keep(self, node: Node, number: int, roots: frozenset[int] | None) -> None:
-        """Give a value a buffer; ``roots``: what a fused one is made of."""
+    def keep(self, node: Node, number: int, roots: frozenset[int] | None, *, wanted: bool = True) -> None:
+        """Give a value a buffer; ``roots``: what a fused one is made of; ``wanted``: by others than fused equations."""
         if roots is not None:
             for root in roots:
-                self.touch(root, self.clock) if self.clusters else self.read_root(root, self.clock)
+                self.touch(root, self.clock) if self.clusters or self.kernels else self.read_root(root, self.clock)
             if self.clusters:
                 self.clusters.store(number, roots, self.clock)
+            if self.kernels:
+                self.kernels.store(number, roots, self.clock, wanted=wanted, stacked=number in self.in_place)
             self.read_at.setdefault(node.id, []).extend(roots)
         self.start[number] = self.clock
         self.last[number] = self.clock
@@ -298,18 +276,21 @@ class _Fusion:
             self.touch(root, at)
 
     def merge(self, inputs: set[int]) -> dict[int, float]:
-        """On TPU: dot results that go straight into a fusion take no buffer, and flops hide traffic; how much of each buffer is written."""
-        if self.clusters is None:
-            return {}
+        """What goes straight into a fusion takes no buffer, and on TPU flops hide traffic; how much of each buffer is written."""
         kept = {r for x in {*inputs, *self.bound, *(o for o in self.graph.outputs if isinstance(o, int))} for r in self.roots(x)}
-        found = self.clusters.found(self.start, kept)
+        if self.kernels:
+            found = self.kernels.found(self.start)
+        elif self.clusters:
+            found = self.clusters.found(self.start, kept)
+        else:
+            return {}
         for number, at in found.absorbed.items():
             producer = self.values[number].producer
             for x in producer.inputs if producer else ():
                 if isinstance(x, int):
                     self.keep_alive(x, at)
             self.start.pop(number, None)
-        self.start.update(self.clusters.together(self.start))
+        self.start.update(self.clusters.together(self.start) if self.clusters else {})
         for root, amount in found.reads.items():
             self.reads[root] = self.reads.get(root, 0.0) + amount
         return found.written

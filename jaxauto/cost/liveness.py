@@ -1,10 +1,42 @@
-"""What is alive at once."""
+"""Buffers: what a compiler materialises, and what is alive at once."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
 
-from jaxauto.cost.fusion import Buffers
+
+@dataclass(eq=False)
+class Buffers:
+    """Materialised values of a program and the positions (program order, loops nested) between which each is alive.
+
+    Attributes:
+      ids: value ids. bytes_: whole, unsharded. start, end: first and last position, inclusive. All ``[n]``.
+        What shares another buffer's memory is there with ``end < start``: it is read and written but takes nothing.
+      reads: how often fused equations read each buffer from HBM, for one run of its graph; written: 1 where they write it; less where a
+        dot's flops hide it. What operations (dots, convolutions, gathers) read and write is theirs to charge.
+      is_input: an input of the whole program: alive throughout. is_output: what it returns is in it, or made of it.
+      length: number of positions; position: node id → position of the node (of a loop: after its body).
+      held: value without a buffer that a dot reads or makes → the buffers it is read from or written to instead.
+      read_at: node id → the values that fused equations read from HBM where the node writes its result. Slices and constants of a loop
+        go by their ids in the body. stored: all values that get a buffer written, those that reuse a donated input too.
+    """
+
+    ids: np.ndarray
+    bytes_: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+    reads: np.ndarray
+    written: np.ndarray
+    is_input: np.ndarray
+    is_output: np.ndarray
+    length: int
+    position: dict[int, int] = field(default_factory=dict)
+    loop_start: dict[int, int] = field(default_factory=dict)
+    read_at: dict[int, list[int]] = field(default_factory=dict)
+    stored: frozenset[int] = frozenset()
+    held: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 def live_bytes(buffers: Buffers, sizes: np.ndarray) -> np.ndarray:

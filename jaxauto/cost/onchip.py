@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxauto.core import Graph, OpRule
-from jaxauto.cost.fusion import Buffers
+from jaxauto.cost.liveness import Buffers
 from jaxauto.graph import value_bytes, walk
 
 SHARE = 0.8  # of on-chip memory that one array may take: seen with 100 of 128 MiB, not with all of it

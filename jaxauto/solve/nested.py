@@ -18,8 +18,7 @@ import numpy as np
 
 from jaxauto.blocks import Block
 from jaxauto.core import Graph, Node
-from jaxauto.cost.fusion import Buffers
-from jaxauto.cost.liveness import live_bytes
+from jaxauto.cost.liveness import Buffers, live_bytes
 from jaxauto.graph import value_bytes, walk
 from jaxauto.reruns import behind, inside
 

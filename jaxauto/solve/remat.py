@@ -18,7 +18,8 @@ import numpy as np
 from jaxauto.blocks import closure, find_blocks
 from jaxauto.core import Graph, Kind, Node, OpRule
 from jaxauto.cost.compute import bytes_per_flop, operation_flops, traffic_seconds
-from jaxauto.cost.fusion import Buffers, find_buffers
+from jaxauto.cost.fusion import find_buffers
+from jaxauto.cost.liveness import Buffers
 from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import Groups
 from jaxauto.reruns import everything_in, find_reruns

@@ -1,0 +1,248 @@
+"""What XLA:GPU makes in one kernel, as its schedules show (scripts/results/kernels.md).
+
+- Rows. A softmax or the centring of a norm is one kernel that reads each row once: the maximum, the sums and what is made of
+  them stay inside. It takes a seed: an array that is combined with a reduction of its own rows, which nothing else uses. From there
+  the kernel takes in what comes after it, further sums over the same rows as well       ``Kernels.is_inside`` (SoftmaxRewriterTriton)
+- Layouts. A dot writes its result's dimensions in their own order, and a transposition after it says how they are called. Where two such
+  arrays are combined, the later one is copied to the order of the other (scores and their gradient)                ``Kernels.is_copied``
+- Siblings. Elementwise work and sums over the same elements that read an array in common are one kernel, which reads it once; one
+  that only its siblings read is not written                                             ``Kernels.found``      (MultiOutputFusion)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Mapping, Set
+from dataclasses import dataclass, field
+
+from jaxauto.core import Kind, Literal, Node, Value
+from jaxauto.cost.clusters import Found
+from jaxauto.cost.patterns import is_widening
+
+LONGEST = 16384  # elements of a row that one kernel holds; 32,768 are read in parts
+_ELEMENTWISE = frozenset({Kind.VIEW, Kind.CHEAP, Kind.EXPENSIVE})
+
+
+@dataclass
+class _Kernel:
+    elements: int
+    at: int
+    alone: bool
+    members: set[int] = field(default_factory=set)
+    reads: set[int] = field(default_factory=set)
+    sums: set[int] = field(default_factory=set)
+    last: int = 0
+
+
+class Kernels:
+    """Collects fused values of a program as they are met, then tells what they read."""
+
+    def __init__(self, values: Mapping[int, Value], kind: Callable[[Node], Kind]):
+        self.values, self.kind = values, kind
+        self.seeds: set[int] = set()
+        self.rows: set[int] = set()  # made in kernels that hold rows
+        self.orders: dict[int, tuple[int, ...]] = {}  # of what is made of dots: its dimensions as they lie in memory, major first
+        self.alone: set[int] = set()
+        self.stored: dict[int, tuple[frozenset[int], int, bool]] = {}
+
+    def meet(self, node: Node, number: int, operands: list[int], fused: Container[int]) -> None:
+        """A value in program order; ``fused``: values without a buffer."""
+        if number in self.seeds or any(x in self.rows and x in fused for x in operands):
+            self.rows.add(number)
+        if self.kind(node) is Kind.DOT:
+            self.orders[number] = tuple(range(len(self.values[number].shape)))
+        elif node.prim == "transpose" and operands[0] in self.orders:
+            back = {d: k for k, d in enumerate(node.params["permutation"])}
+            self.orders[number] = tuple(back[d] for d in self.orders[operands[0]])
+        elif self.kind(node) in _ELEMENTWISE and (wide := self._wide(operands, number)):
+            self.orders[number] = self.orders[wide[0]]
+
+    def is_copied(self, node: Node, number: int, fused: Container[int]) -> bool:
+        """Whether a value is written in another order of its dimensions than it comes in, that of an earlier array it is combined with.
+
+        It is, as the first that is made of a buffer; a transposition is made with the conversion after it.
+        """
+        wide = [x for x in node.inputs if isinstance(x, int) and self.values[x].elements == self.values[number].elements]
+        users = self.values[number].users
+        moves = node.prim == "transpose"
+        if len(wide) != 1 or not (moves or self.kind(node) in _ELEMENTWISE):
+            return False
+        if moves and len(users) == 1 and is_widening(users[0], self.values):
+            return False
+        origin = self.values[wide[0]].producer
+        if wide[0] in fused and (moves or origin is None or origin.prim != "transpose" or len(self.values[wide[0]].users) > 1):
+            return False
+        if number not in self.orders or (theirs := self._others(number)) is None:
+            return False
+        self.orders[number] = theirs
+        return True
+
+    def _others(self, number: int) -> tuple[int, ...] | None:
+        """The order of an array that a value is combined with, where that is another order."""
+        mine, seen, waiting = self._lies(number), {number}, [number]
+        while waiting:
+            for user in self.values[waiting.pop()].users:
+                if self.kind(user) not in _ELEMENTWISE:
+                    continue
+                for x in self._wide([x for x in user.inputs if isinstance(x, int)], user.outputs[0]):
+                    if x not in seen and self._lies(x) != mine:
+                        return self.orders[x]
+                new = [out for out in user.outputs if out not in seen and self.values[out].elements == self.values[number].elements]
+                seen.update(new)
+                waiting += new
+        return None
+
+    def _wide(self, operands: list[int], number: int) -> list[int]:
+        """Operands of the value's shape that are made of dots."""
+        return [x for x in operands if x in self.orders and self.values[x].shape == self.values[number].shape]
+
+    def _lies(self, number: int) -> list[int]:
+        """Its dimensions of more than one element as they lie in memory."""
+        return [d for d in self.orders[number] if self.values[number].shape[d] > 1]
+
+    def is_inside(self, node: Node, number: int, outputs: Set[int], fused: Container[int]) -> bool:
+        """Whether a reduction is made in the kernels that use it."""
+        (operand, *_) = node.inputs
+        if not self.is_row(node) or not isinstance(operand, int):
+            return False
+        ends = self._ends(number, self.values[operand].elements, outputs)
+        if not ends:
+            return False
+        if operand in self.rows and operand in fused and len(self._sinks(ends, outputs)) == 1:
+            return True
+        same = self._trivial(operand)
+        if len(ends) > 1 or not any(isinstance(x, int) and not same.isdisjoint(self._trivial(x)) for x in self._node(ends[0]).inputs):
+            return False
+        self.seeds.add(ends[0])
+        return True
+
+    def is_row(self, node: Node) -> bool:
+        """Whether a node reduces the dimensions that lie together in memory."""
+        operand = node.inputs[0]
+        axes = node.params.get("axes")
+        if axes is None or not isinstance(operand, int) or len(node.inputs) > 1:
+            return False
+        last = self.orders.get(operand, tuple(range(len(self.values[operand].shape))))[-len(axes) :]
+        return set(axes) == set(last) and 1 < math.prod(self.values[operand].shape[a] for a in axes) <= LONGEST
+
+    def stays(self, number: int, outputs: Set[int]) -> bool:
+        """Whether something made in a kernel that holds rows is used in that kernel alone."""
+        return number in self.rows and len(self._sinks([number], outputs)) == 1
+
+    def leaves(self, number: int) -> bool:
+        """Whether something made in a kernel that holds rows is summed over other dimensions, which takes a kernel of its own."""
+        users = self.values[number].users
+        return number in self.rows and any(self.kind(u) is Kind.REDUCE and not self.is_row(u) for u in users)
+
+    def store(self, number: int, roots: frozenset[int], at: int, *, wanted: bool, stacked: bool) -> None:
+        """A fused value that gets a buffer, what it is made of, and when.
+
+        Args:
+          wanted: by others than fused equations. stacked: a loop writes it into a stack, in a kernel of its own.
+        """
+        self.stored[number] = roots, at, wanted
+        if stacked:
+            self.alone.add(number)
+
+    def found(self, start: Mapping[int, int]) -> Found:
+        """Args: start: position of each value that has a buffer."""
+        result = Found()
+        kernels: list[_Kernel] = []
+        by_root: dict[int, list[int]] = {}
+        for number, (roots, at, _) in self.stored.items():
+            alone = number in self.rows or number in self.alone
+            k = None if alone else self._sibling(number, roots, kernels, by_root, start)
+            if k is None:
+                k = len(kernels)
+                kernels.append(_Kernel(self._elements(number), at, alone))
+            kernel = kernels[k]
+            kernel.reads |= roots - (kernel.members - kernel.sums)
+            kernel.members.add(number)
+            kernel.last = max(kernel.last, at)
+            if self.kind(self._node(number)) is Kind.REDUCE:
+                kernel.sums.add(number)
+            for root in (*roots, number):
+                by_root.setdefault(root, []).append(k)
+        read_elsewhere = {root for k in kernels for root in k.reads}
+        for kernel in kernels:
+            for root in kernel.reads:
+                result.reads[root] = result.reads.get(root, 0.0) + 1.0
+            for number in kernel.members - kernel.sums - read_elsewhere:
+                if not self.stored[number][2] and len(kernel.members) > 1:
+                    result.absorbed[number] = kernel.last
+        return result
+
+    def _sibling(
+        self, number: int, roots: frozenset[int], kernels: list[_Kernel], by_root: Mapping[int, list[int]], start: Mapping[int, int]
+    ) -> int | None:
+        """The latest kernel over the same elements that reads or makes a wide array of ``roots``, where all the others are there."""
+        elements = self._elements(number)
+        wide = [r for r in roots if self.values[r].elements >= elements]
+        for k in sorted({k for root in wide for k in by_root.get(root, ())}, reverse=True):
+            kernel = kernels[k]
+            if kernel.elements != elements or kernel.alone:
+                continue
+            if all(start.get(r, 0) < kernel.at for r in roots - (kernel.members - kernel.sums)):
+                return k
+        return None
+
+    def _elements(self, number: int) -> int:
+        """Over how many elements a kernel that makes it runs."""
+        node = self._node(number)
+        operand = node.inputs[0] if node.inputs else None
+        summed = self.kind(node) is Kind.REDUCE and isinstance(operand, int)
+        return self.values[operand if summed and isinstance(operand, int) else number].elements
+
+    def _ends(self, number: int, elements: int, outputs: Set[int]) -> list[int]:
+        """Values of ``elements`` that are made of a reduction's result; none where something else uses it."""
+        ends: list[int] = []
+        waiting = [number]
+        while waiting:
+            x = waiting.pop()
+            if x in outputs or not self.values[x].users:
+                return []
+            for user in self.values[x].users:
+                if self.kind(user) not in _ELEMENTWISE:
+                    return []
+                for out in user.outputs:
+                    (ends if self.values[out].elements >= elements and user.prim != "broadcast_in_dim" else waiting).append(out)
+        return list(dict.fromkeys(ends))
+
+    def _sinks(self, ends: list[int], outputs: Set[int]) -> set[int]:
+        """What others than kernels over the same rows read of what is made of ``ends``."""
+        found: set[int] = set()
+        seen, waiting = set(ends), list(ends)
+        while waiting:
+            x = waiting.pop()
+            for user in self.values[x].users:
+                if self.kind(user) not in _ELEMENTWISE and not self.is_row(user):
+                    found.add(x)
+                    continue
+                new = [out for out in user.outputs if out not in seen]
+                seen.update(new)
+                waiting += new
+            if x in outputs:
+                found.add(x)
+        return found
+
+    def _trivial(self, number: int) -> set[int]:
+        """The value and what it is made of by way of one operand alone (scalars and squares do not count)."""
+        found = {number}
+        while (node := self.values[number].producer) is not None and self.kind(node) in _ELEMENTWISE:
+            wide = {x for x in node.inputs if isinstance(x, int) and not self._is_scalar(x)}
+            if len(wide) != 1 or node.prim == "broadcast_in_dim":
+                break
+            (number,) = wide
+            found.add(number)
+        return found
+
+    def _is_scalar(self, x: int) -> bool:
+        node = self.values[x].producer
+        spread = node is not None and node.prim == "broadcast_in_dim"
+        source = node.inputs[0] if spread and node is not None else x
+        return isinstance(source, Literal) or self.values[source].elements == 1
+
+    def _node(self, number: int) -> Node:
+        node = self.values[number].producer
+        assert node is not None
+        return node

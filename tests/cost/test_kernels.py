@@ -1,0 +1,117 @@
+"""What XLA:GPU makes in one kernel: rows, siblings, copies to another layout. What it does make: scripts/results/softmax_h100.md."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cost.test_fusion import buffers_of, made_by
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+
+
+def array(*shape, dtype=F32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+S = array(4, 8, 64, 64)
+
+
+def reads(fn, *args):
+    """How often each input is read."""
+    _, buffers = buffers_of(fn, *args)
+    return list(buffers.reads[buffers.is_input])
+
+
+def test_a_softmax_reads_its_rows_once():
+    assert reads(jax.nn.softmax, S) == [1]
+    assert reads(lambda s: jax.nn.softmax(s / 8).astype(BF16), S) == [1]
+    graph, buffers = buffers_of(jax.nn.softmax, S)
+    assert made_by(graph, buffers) == ["div"]
+
+
+@pytest.mark.parametrize("shape, axis", [((4, 64, 64), 1), ((4, 32768), -1), ((64, 64, 1), 1)])
+def test_a_softmax_of_what_does_not_lie_together_or_is_long_reads_them_for_each_reduction(shape, axis):
+    assert reads(lambda s: jax.nn.softmax(s, axis), array(*shape)) == [3]
+
+
+def test_a_mask_is_read_along():
+    assert reads(lambda s, m: jax.nn.softmax(jnp.where(m, s, -1e30)), S, array(64, 64, dtype=bool)) == [1, 1]
+
+
+def test_a_norm_and_its_gradient_read_once():
+    def norm(x):
+        centred = x - jnp.mean(x, -1, keepdims=True)
+        return centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + 1e-6)
+
+    assert reads(norm, array(64, 256)) == [1]
+    assert reads(lambda x, d: jax.vjp(norm, x)[1](d)[0], array(64, 256), array(64, 256)) == [1, 1]
+
+
+def test_a_sum_that_is_returned_takes_a_pass():
+    def fn(s):
+        e = jnp.exp(s - jnp.max(s, -1, keepdims=True))
+        total = jnp.sum(e, -1, keepdims=True)
+        return e / total, total
+
+    assert reads(fn, S) == [2]
+
+
+def test_rows_of_one_array_scaled_by_those_of_another_take_two_passes():
+    assert reads(lambda x, y: x * jnp.sum(y, -1, keepdims=True), array(64, 256), array(64, 256)) == [1, 1]
+    assert reads(lambda x, y: x * (y - jnp.sum(x * y, -1, keepdims=True)), array(64, 256), array(64, 256)) == [2, 2]
+
+
+def test_siblings_read_once_and_write_nothing_for_each_other():
+    def fn(x, y, w):
+        z = jnp.sin(x) * y
+        return z @ w, (z + x) @ w, z.sum(0)
+
+    wide = array(512, 128)
+    graph, buffers = buffers_of(fn, wide, wide, array(128, 128))
+    assert list(buffers.reads[buffers.is_input])[:2] == [1, 1]
+    assert {"add", "mul", "reduce_sum"} == {*made_by(graph, buffers)} - {"dot_general"}
+
+    def inner(x, y):
+        z = x * y
+        return z.sum(), z.max()
+
+    graph, buffers = buffers_of(inner, wide, wide)
+    assert sorted(made_by(graph, buffers)) == ["reduce_max", "reduce_sum"], "their operand stays inside"
+
+
+def test_what_waits_for_a_sum_is_no_sibling():
+    assert reads(lambda x: x / (1 + jnp.sum(x * x)), array(512, 128)) == [2]
+
+
+def test_what_loops_stack_is_written_apart():
+    def body(c, x):
+        a = jnp.tanh(x)
+        return c + 1.0, (a * 2, a * 3)
+
+    graph, buffers = buffers_of(lambda xs: jax.lax.scan(body, 0.0, xs), array(8, 512, 128))
+    slices = {int(n): r for n, r in zip(buffers.ids, buffers.reads, strict=True)}
+    assert max(slices.values()) >= 2, graph
+
+
+def test_scores_and_their_gradient_lie_alike():
+    """Grouped queries: both einsums write their dimensions in an order of their own, and one of them is copied."""
+
+    def attention(q, k, v):
+        scores = jnp.einsum("blhgk,bmhk->bhglm", q, k, preferred_element_type=F32)
+        return jnp.einsum("bhglm,bmhk->blhgk", jax.nn.softmax(scores).astype(BF16), v)
+
+    q, k = array(2, 64, 4, 2, 16, dtype=BF16), array(2, 64, 4, 16, dtype=BF16)
+    grouped = buffers_of(lambda q, k, v, d: jax.vjp(attention, q, k, v)[1](d), q, k, k, q)
+    assert copies(*grouped) == 1
+
+    def plain(q, k, v):
+        scores = jnp.einsum("blhk,bmhk->bhlm", q, k, preferred_element_type=F32)
+        return jnp.einsum("bhlm,bmhk->blhk", jax.nn.softmax(scores).astype(BF16), v)
+
+    assert copies(*buffers_of(lambda q, k, v, d: jax.vjp(plain, q, k, v)[1](d), k, k, k, k)) == 0
+
+
+def copies(graph, buffers):
+    """Conversions of arrays as large as scores that take a buffer and that no operation reads."""
+    made = [graph.values[int(n)] for n, s, e in zip(buffers.ids, buffers.start, buffers.end, strict=True) if e >= s]
+    wide = [v for v in made if v.producer is not None and v.producer.prim == "convert_element_type" and v.elements >= 2 * 8 * 64 * 64]
+    return sum(str(v.dtype) == "float32" for v in wide)
