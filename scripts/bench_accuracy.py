@@ -1,6 +1,7 @@
 """The estimate against compilers, over models × shardings × rematerialisation × targets: python scripts/bench_accuracy.py [--targets …]
 
-Models: bench_models.py small, the published ones of remat_cases.py, and random programs. Shardings: one device, data-parallel, FSDP and
+Models: the published ones of remat_cases.py, train steps drawn at random (generated.py), and those of bench_models.py and tests/zoo that
+are so small (KiB to MiB) that a chip's figures for them say little; these for CPU. Shardings: one device, data-parallel, FSDP and
 tensor-parallel (arguments pinned through ``constraints``), and the solver's own. Rematerialisation: off, full (5 % over the least memory
 that a plan can have), chosen (half way between). Each plan is compiled ahead of time, certified by nothing, and compared: memory, flops,
 collectives, seconds by the roofline of the compiled schedule. To stay within hours each sharding is compiled under one of the three
@@ -27,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests"), str(HERE.parent)]
 
 import bench_models  # noqa: E402
+import generated  # noqa: E402
 import remat_cases  # noqa: E402
 from zoo import programs  # noqa: E402
 
@@ -51,14 +53,18 @@ TARGETS = {
 ROWS = ("out", "down", "project")
 UNLIMITED = 1e15
 DRAWN = 4  # random programs of each kind
+GENERATED = 8  # train steps
 
 
 def models(group: str, devices: int) -> dict[str, Callable[[], tuple[Callable, tuple]]]:
-    """Name → factory of (step, arguments) of a group: "small", "published", "random"."""
+    """Name → factory of (step, arguments) of a group: "published", "generated", "small", "random"."""
     if group == "small":
         return {name: sizes["small"] for name, sizes in bench_models.MODELS.items()}
     if group == "published":
         return {name: partial(case.make, case.batch * devices) for name, case in remat_cases.CASES.items()}
+    if group == "generated":
+        recipes = {f"{seed}": generated.draw(seed) for seed in range(GENERATED)}
+        return {name: partial(generated.make, recipe, recipe.batch * devices) for name, recipe in recipes.items()}
     drawn = {f"{kind} {seed}": programs.draw(kind, seed) for kind in programs.KINDS for seed in range(DRAWN)}
     return {name: lambda d=d: (d.step, d.args) for name, d in drawn.items()}
 
@@ -195,6 +201,8 @@ def summary(found: dict[str, dict]) -> str:
                 lines.append(f"| {group} | {len(errors)} {spread(errors)}|")
         lines.append("")
     lines += ranks(found)
+    if any(key.startswith("generated") for key in found):
+        lines += ["## Generated programs", "", *(f"- {seed}: {generated.draw(seed)}" for seed in range(GENERATED)), ""]
     head = "| plan | memory MiB | compiled | collectives MiB | compiled | ms | schedule | cycles | recomputed |"
     lines += ["## Every plan", "", head, "|---|" + "---|" * 8]
     lines += [_line(key, row) for key, row in found.items()]
@@ -243,7 +251,7 @@ def _line(key: str, row: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default="cpu,h100,v5e,v5p")
-    parser.add_argument("--groups", default="small,published,random")
+    parser.add_argument("--groups", default="published,generated")
     parser.add_argument("--only", default="", help="rows whose key holds this")
     parser.add_argument("--renew", action="store_true", help="measure again what is there already")
     parser.add_argument("--keep", type=Path, help="a folder for compiled programs: the same program is compiled once")

@@ -1,5 +1,6 @@
-"""Passes over the scores of attention, estimated and compiled for one chip: python scripts/bench_softmax.py [--target h100:1]. Writes results/softmax.md, of other chips softmax_CHIP.md.
+"""Passes over the scores of attention, estimated and compiled: python scripts/bench_softmax.py [--target h100:1]. → results/softmax.md.
 
+For other chips than v5e: softmax_CHIP.md.
 What ``jaxauto/cost/patterns.py`` says of a softmax was read off these programs: heads as a batch dimension, grouped queries, one query to
 a group; scores in float32 or in bfloat16; short and long heads; rows of 512 to 4,096 keys; alone and with gradients.
 """

@@ -347,6 +347,8 @@ class _Fusion:
         stacked = {link.target: link.source for link in node.links if link.kind is LinkKind.YS}
         shared = {link.target for link in node.links if link.kind in (LinkKind.CONST, LinkKind.XS)}
         self.enter(node, begin)
+        if self.kernels:
+            self.kernels.enter(node.links)
         made = {link.target for link in node.links if link.kind is LinkKind.CONST and link.source in self.virtual}  # in each trip
         for body in node.bodies:
             outputs = {x for x in body.outputs if isinstance(x, int)}
@@ -366,6 +368,8 @@ class _Fusion:
                     self.start.pop(number, None)
                 else:
                     self.last.setdefault(number, begin + 1)
+        if self.kernels:
+            self.kernels.leave(node.links)
         self.clock += 1
         self.position[node.id] = self.clock
         carried = {link.source for link in node.links if link.kind is LinkKind.INIT}

@@ -12,10 +12,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping, Set
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from jaxauto.core import Kind, Literal, Node, Value
+from jaxauto.core import Kind, Link, LinkKind, Literal, Node, Value
 from jaxauto.cost.clusters import Found
 from jaxauto.cost.patterns import is_widening
 
@@ -56,6 +56,20 @@ class Kernels:
             self.orders[number] = tuple(back[d] for d in self.orders[operands[0]])
         elif self.kind(node) in _ELEMENTWISE and (wide := self._wide(operands, number)):
             self.orders[number] = self.orders[wide[0]]
+
+    def enter(self, links: Sequence[Link]) -> None:
+        """A loop: a trip's slice of a stack lies as the stack does."""
+        for link in links:
+            if link.kind is LinkKind.XS and link.source in self.orders:
+                self.orders[link.target] = tuple(d - 1 for d in self.orders[link.source] if d)
+            elif link.kind is LinkKind.CONST and link.source in self.orders:
+                self.orders[link.target] = self.orders[link.source]
+
+    def leave(self, links: Sequence[Link]) -> None:
+        """After a loop: its stacks lie as what it put there."""
+        for link in links:
+            if link.kind is LinkKind.YS and link.source in self.orders:
+                self.orders[link.target] = (0, *(d + 1 for d in self.orders[link.source]))
 
     def is_copied(self, node: Node, number: int, fused: Container[int]) -> bool:
         """Whether a value is written in another order of its dimensions than it comes in, that of an earlier array it is combined with.

@@ -110,6 +110,20 @@ def test_scores_and_their_gradient_lie_alike():
     assert copies(*buffers_of(lambda q, k, v, d: jax.vjp(plain, q, k, v)[1](d), k, k, k, k)) == 0
 
 
+def test_a_loops_stack_lies_as_what_it_was_filled_with():
+    def loss(x, q, k):
+        def block(x, now):
+            q, k = now
+            scores = jnp.einsum("blhgk,bmhk->bhglm", q * x, k, preferred_element_type=F32)
+            weights = jax.nn.softmax(scores).astype(BF16)
+            return x + jnp.sum(jnp.einsum("bhglm,bmhk->blhgk", weights, k)), None
+
+        return jax.lax.scan(block, x, (q, k))[0]
+
+    q, k = array(3, 2, 64, 4, 2, 16, dtype=BF16), array(3, 2, 64, 4, 16, dtype=BF16)
+    assert copies(*buffers_of(jax.grad(loss, (1, 2)), array(dtype=BF16), q, k)) == 1
+
+
 def copies(graph, buffers):
     """Conversions of arrays as large as scores that take a buffer and that no operation reads."""
     made = [graph.values[int(n)] for n, s, e in zip(buffers.ids, buffers.start, buffers.end, strict=True) if e >= s]
