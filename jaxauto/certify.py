@@ -2,12 +2,13 @@
 
 The estimate e and the compiled c of one round give the next one, under a budget of M: the estimate may be M e / c.
 Where no plan has so little, the leanest plan is compiled: compilers stray from the estimate most where there is room to waste.
-Where the next one fits with room to spare, a plan between the two is tried, while there are rounds left.
+Where the next one fits with room to spare, a faster plan between the two is tried, and one below that if it does not fit.
 Where none fits, a compiler that takes a limit is told of it: with memory to spare XLA:TPU leaves gaps in its heap.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from jaxauto.verify import Compilation, compile_plan
 MAX_ROUNDS = 3
 _SLACK = 0.02  # the next plan's excess differs a little
 _BETWEEN = 24  # answers between the levels that are looked at
+_TRIES = 2  # of plans between one that fits and one that does not
 _WORTH = 0.01  # of a step's time: what a plan between has to bring
 
 
@@ -73,35 +75,40 @@ def _limited(plan: Plan, budget: float, number: int, progress: Callable[[str], N
     progress(f"telling the compiler that it has {_mib(budget)}")
     note = "the compiler is told of the memory budget, and makes room by itself: the step may take longer than estimated"
     told = replace(plan, certificate=Certificate("", 0.0, budget, number, limit_bytes=budget), notes=(*plan.notes, note))
-    return _fitted(told, budget, number)
+    return _fitted(told, budget, number)[0]
 
 
-def _fitted(plan: Plan, budget: float, number: int) -> Plan | None:
-    """``plan`` with the certificate of round ``number``; None if the compiler does not fit it into ``budget`` bytes."""
+def _fitted(plan: Plan, budget: float, number: int) -> tuple[Plan | None, float]:
+    """(``plan`` with the certificate of round ``number``, None if the compiler does not fit it into ``budget`` bytes; what it needs)"""
     try:
         needed, compiler = _needs(plan)
     except aot.CompilerFailure:
-        return None
-    if needed > budget:
-        return None
+        return None, math.inf
     limit = plan.certificate.limit_bytes if plan.certificate is not None else 0.0
-    return _with(plan, certificate=Certificate(compiler, needed, budget, number, limit), budget_bytes=budget)
+    certificate = Certificate(compiler, needed, budget, number, limit)
+    return (_with(plan, certificate=certificate, budget_bytes=budget) if needed <= budget else None), needed
 
 
 def _richer(plan: Plan, over: tuple[Plan, float], options: Any, progress: Callable[[str], None]) -> Plan:
     """A faster plan between the certified ``plan`` and one that was over, if the compiler fits it into the budget; else ``plan``."""
     certificate = plan.certificate
     assert certificate is not None
-    large, needed = over
-    budget, least, most = certificate.budget_bytes, plan.estimate.peak_memory, large.estimate.peak_memory
-    share = (budget * (1 - _SLACK) - certificate.bytes_) / (needed - certificate.bytes_)
-    if share <= 0 or plan.estimate.step_time * (1 - _WORTH) <= large.estimate.step_time:
-        return plan
-    found = _leaner(large, (least + share * (most - least)) / most, options, progress)
-    if found is None or found.estimate.step_time > plan.estimate.step_time * (1 - _WORTH):
-        return plan
-    progress(f"the compiler needs {_mib(certificate.bytes_)} of {_mib(budget)}: trying a faster plan")
-    return _fitted(found, budget, certificate.rounds + 1) or plan
+    budget, least = certificate.budget_bytes, plan.estimate.peak_memory
+    for number in range(1, _TRIES + 1):
+        large, needed = over
+        most = large.estimate.peak_memory
+        share = (budget * (1 - _SLACK) - certificate.bytes_) / (needed - certificate.bytes_)
+        if share <= 0 or plan.estimate.step_time * (1 - _WORTH) <= large.estimate.step_time:
+            return plan
+        found = _leaner(large, (least + share * (most - least)) / most, options, progress)
+        if found is None or found.estimate.step_time > plan.estimate.step_time * (1 - _WORTH):
+            return plan
+        progress(f"the compiler needs {_mib(certificate.bytes_)} of {_mib(budget)}: trying a faster plan")
+        faster, needed = _fitted(found, budget, certificate.rounds + number)
+        if faster is not None:
+            return faster
+        over = found, needed
+    return plan
 
 
 def _leaner(plan: Plan, share: float, options: Any, progress: Callable[[str], None]) -> Plan | None:

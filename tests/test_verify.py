@@ -164,6 +164,18 @@ def test_certification_tries_a_plan_between_one_that_fits_with_room_and_one_that
     assert plan.certificate.rounds == 3 and plan.certificate.bytes_ <= budget and plan.estimate.peak_memory == asked[2].estimate.peak_memory
 
 
+def test_certification_tries_a_smaller_one_where_the_plan_between_does_not_fit(monkeypatch):
+    free = jaxauto.plan(step, *ARGS, mesh=MESH, certify=False)
+    budget = most = free.estimate.peak_memory
+    needs, asked = stubborn(lambda plan: [2.0, 0.6, 1.05, 0.9][len(asked) - 1] * budget)
+    monkeypatch.setattr(certify, "_needs", needs)
+    monkeypatch.setattr(certify, "_leaner", lambda plan, share, *_: leaner_of(free, share * plan.estimate.peak_memory / most))
+    plan = jaxauto.plan(step, *ARGS, mesh=MESH, memory_budget=budget, certify=True)
+    first, fits, between, smaller = (p.estimate.peak_memory for p in asked)
+    assert fits < smaller < between < first, "the second that is tried lies below the first"
+    assert plan.certificate.rounds == 4 and plan.estimate.peak_memory == smaller
+
+
 def leaner_of(plan, share):
     """A made-up plan with that share of memory, slower in proportion."""
     estimate = plan.estimate
