@@ -149,22 +149,22 @@ def _told(memory: Mapping[str, float], platform: str) -> dict[str, float]:
 
 def compile_ahead(plan: Any, timeout: float) -> Compilation:
     """Compile with the target's own compiler in a child process."""
-    program = plan._bound()
+    program, target = plan._bound(), Target(plan.target)
     from jaxauto.rewrite.apply import apply
 
     result = aot.compile_step(
-        lambda mesh: apply(program.graph, plan.decisions, mesh),
+        lambda mesh: apply(program.graph, plan.decisions, mesh, target.chip.platform),
         plan.in_avals,
         plan.in_specs,
         plan.out_specs,
         [k for k, d in enumerate(plan.donated) if d],
-        Target(plan.target),
+        target,
         tuple(plan.mesh.shape.values()),
         tuple(plan.mesh.axis_names),
         timeout=timeout,
         options=plan.compiler_options,
     )
-    memory = _told(result.memory, Target(plan.target).chip.platform)
+    memory = _told(result.memory, target.chip.platform)
     return Compilation(result.compiler, result.text, memory, result.seconds)
 
 

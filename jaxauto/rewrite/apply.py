@@ -31,21 +31,25 @@ def partition_spec(sharding: Sharding) -> PartitionSpec:
     return PartitionSpec(*parts)
 
 
-def apply(graph: Graph, decisions: Decisions, mesh: Any) -> Callable:
-    """The function of flat arrays that runs ``graph`` as decided; to be jitted with the plan's shardings."""
+def apply(graph: Graph, decisions: Decisions, mesh: Any, platform: str = "") -> Callable:
+    """The function of flat arrays that runs ``graph`` as decided; to be jitted with the plan's shardings.
+
+    Args:
+      platform: whose compiler it is for, where ``mesh`` is abstract: ``"tpu" | "gpu" | "cpu"``.
+    """
     chosen = {b: kept for b, kept in enumerate(decisions.kept) if kept is not None}
     made_again = recompute(graph, chosen, decisions.remade) if chosen else Rewritten(graph, {})
     rewritten = offload(made_again, decisions.offloaded)
     if decisions.in_order is not None:
         rewritten = in_order(rewritten, decisions.in_order)
-    return evaluator(rewritten.graph, _Constraints(decisions, mesh, rewritten))
+    return evaluator(rewritten.graph, _Constraints(decisions, mesh, rewritten, platform))
 
 
 class _Constraints(Pins):
-    def __init__(self, decisions: Decisions, mesh: Any, rewritten: Rewritten):
+    def __init__(self, decisions: Decisions, mesh: Any, rewritten: Rewritten, platform: str):
         self.decisions, self.mesh, self.host = decisions, mesh, rewritten.host
         self.origin, self.stacked = rewritten.origin, rewritten.stacked
-        self.on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+        self.on_cpu = (mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else platform) == "cpu"
         self.awaited: list = []
         self.summing: list = []  # gradients that are summed over devices: waited for a block later, the sum runs beside the block
         self.summed: list = []
