@@ -15,6 +15,7 @@ where no level fits, what lies between blocks is made again too (``nested.py``).
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import defaultdict
@@ -265,8 +266,9 @@ class Search:
     def _refine(self, found: Found, levels: list[Level], budget_bytes: float) -> None:
         assert found.best is not None
         started = time.monotonic()
-        for base in self._bases(found):
-            mixed = self._mix(base, levels, budget_bytes)
+        waits = (False, True) if any(level.offloaded for level in levels) else (False,)
+        for base, waiting in itertools.product(self._bases(found), waits):
+            mixed = self._mix(base, levels, budget_bytes, waiting=waiting)
             mixed = mixed and self._descended(mixed, budget_bytes)
             if mixed is not None and mixed.seconds < found.best.seconds:
                 found.best, self.models[_MIXED] = mixed, mixed.model
@@ -342,11 +344,11 @@ class Search:
                 found.best = min(best, better, key=lambda c: c.seconds)
                 return
 
-    def _mix(self, best: Candidate, levels: list[Level], budget_bytes: float) -> Candidate | None:
-        """Let each block keep as much as the budget allows, by the chain's dynamic programme."""
+    def _mix(self, best: Candidate, levels: list[Level], budget_bytes: float, *, waiting: bool = False) -> Candidate | None:
+        """Let each block keep as much as the budget allows, by the chain's dynamic programme; ``waiting``: for the host's memory."""
         if best.level == 0 or not self.remat.blocks:
             return None
-        options = self.options(best, levels)
+        options = self.options(best, levels, waiting=waiting)
         held = sum(o[best.level].kept_bytes for o in options) + max(o[best.level].peak_bytes for o in options)
         room = budget_bytes - best.peak_bytes + held
         winner = None
@@ -367,11 +369,11 @@ class Search:
         offloaded = frozenset().union(*(levels[c].offloaded & self.remat.values_of(b) for b, c in enumerate(choice)))
         return self.candidate(self.model(self.remat.variant(kept, offloaded, base.variant.remade)), base.x, base.level)
 
-    def options(self, base: Candidate, levels: list[Level]) -> list[list[Option]]:
-        """For each block what it costs under each level, with the shardings of ``base``."""
-        return [[self._option(base, b, level) for level in levels] for b in range(len(self.remat.blocks))]
+    def options(self, base: Candidate, levels: list[Level], *, waiting: bool = False) -> list[list[Option]]:
+        """For each block what it costs under each level, with the shardings of ``base``; ``waiting``: transfers hide behind nothing."""
+        return [[self._option(base, b, level, waiting=waiting) for level in levels] for b in range(len(self.remat.blocks))]
 
-    def _option(self, best: Candidate, b: int, level: Level) -> Option:
+    def _option(self, best: Candidate, b: int, level: Level, *, waiting: bool = False) -> Option:
         """What a block costs under a level, with the shardings of ``best``."""
         block, keep = self.remat.blocks[b], level.kept[b]
         values = self.remat.graph.values
@@ -383,6 +385,8 @@ class Search:
             for n in nodes
             if n.id in self.remat.operations
         )
+        if waiting:
+            seconds += 2 * sum(size[v] for v in held & level.offloaded) * block.count / self.chip.host_bandwidth
         again = sum(size[v] for v in block.residuals if v not in held or v in level.offloaded)
         return Option(sum(size[v] for v in held if v not in level.offloaded) * block.count, again, seconds, block.name)
 

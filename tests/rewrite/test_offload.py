@@ -96,6 +96,25 @@ def test_a_plan_that_offloads_fits_where_recomputing_does_not():
     assert {(d.shape, d.bytes_) for d in sent} == {((16, 65536, 128), 16 * 65536 * 128 * 4 / 8)}, "the inputs of all layers, an eighth each"
 
 
+@pytest.mark.parametrize("share", [0.5, 0.6])
+def test_where_recomputing_is_quicker_it_is_what_is_chosen(share):
+    """Unrolled layers, each of which may do otherwise: what goes to the host is not taken to be free."""
+
+    def loss(weights, x):
+        for w in weights:
+            x = x + jnp.tanh(jnp.sin(x) * jnp.cos(x) @ w)
+        return jnp.mean(x**2)
+
+    def step(weights, x):
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights, x))
+
+    args = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 6, jax.ShapeDtypeStruct((8192, 512), jnp.float32)
+    most = jaxauto.plan(step, *args, target="h100:1", remat="off", certify=False).estimate.peak_memory
+    options = {"target": "h100:1", "certify": False, "memory_budget": share * most}
+    recomputing, sending = (jaxauto.plan(step, *args, **options, remat=remat).estimate.step_time for remat in ("auto", "offload"))
+    assert sending <= recomputing * 1.001
+
+
 def test_the_sharded_step_that_offloads_trains_alike(tmp_path):
     step, (params, x) = deep(4, batch=1)
     options = {"mesh": {"data": 8}, "target": "cpu:8", "certify": False}
