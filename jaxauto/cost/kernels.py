@@ -1,4 +1,4 @@
-"""What XLA:GPU makes in one kernel, as its schedules show (scripts/results/kernels.md).
+"""What XLA:GPU makes in one kernel, as its schedules show (scripts/results/softmax_h100.md, and those of whole steps).
 
 - Rows. A softmax or the centring of a norm is one kernel that reads each row once: the maximum, the sums and what is made of
   them stay inside. It takes a seed: an array that is combined with a reduction of its own rows, which nothing else uses. From there
