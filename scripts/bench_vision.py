@@ -21,9 +21,11 @@ IMAGE_LAYOUT = ("NHWC", "HWIO", "NHWC")
 # ------------------------------------------------------------------------------------------------------------ training
 
 
-def train_step(loss_fn: Callable) -> Callable:
-    """``step(params, moments, batch) -> (params, moments, {"loss"})`` with AdamW, of ``loss_fn(params, *batch)``."""
-    optimizer = optax.adamw(3e-4)
+ADAMW = optax.adamw(3e-4)
+
+
+def train_step(loss_fn: Callable, optimizer: Any = ADAMW) -> Callable:
+    """``step(params, moments, batch) -> (params, moments, {"loss"})`` of ``loss_fn(params, *batch)``."""
 
     def step(params: Any, moments: Any, batch: tuple) -> tuple:
         loss, grads = jax.value_and_grad(lambda p: loss_fn(p, *batch))(params)
@@ -35,10 +37,10 @@ def train_step(loss_fn: Callable) -> Callable:
     return step
 
 
-def abstract(init: Callable[[], Any], batch: tuple) -> tuple:
+def abstract(init: Callable[[], Any], batch: tuple, optimizer: Any = ADAMW) -> tuple:
     """``(params, moments, batch)`` as ShapeDtypeStructs; ``init()`` makes the parameters, ``batch`` is abstract already."""
     params = jax.eval_shape(init)
-    return params, jax.eval_shape(optax.adamw(3e-4).init, params), batch
+    return params, jax.eval_shape(optimizer.init, params), batch
 
 
 def ints(*shape: int) -> jax.ShapeDtypeStruct:

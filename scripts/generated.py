@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from bench_vision import COMPUTE, cross_entropy, ints
+from bench_vision import COMPUTE, abstract, cross_entropy, ints, train_step
 
 MIXERS = ("attention", "grouped attention", "recurrence", "shifts")
 MLPS: dict[str, Callable] = {"gelu": jax.nn.gelu, "tanh": jnp.tanh, "relu squared": lambda x: jax.nn.relu(x) ** 2, "gated": jax.nn.silu}
@@ -100,15 +100,7 @@ def make(recipe: Recipe, batch: int) -> tuple[Callable, tuple]:
         with jax.named_scope("head"):
             return cross_entropy(x @ params["head"].astype(COMPUTE), labels)
 
-    def step(params: Any, state: Any, data: tuple) -> tuple:
-        loss, grads = jax.value_and_grad(lambda p: loss_fn(p, *data))(params)
-        with jax.named_scope("optimizer"):
-            updates, state = optimizer.update(grads, state, params)
-            params = optax.apply_updates(params, updates)
-        return params, state, {"loss": loss}
-
-    params = jax.eval_shape(init)
-    return step, (params, jax.eval_shape(optimizer.init, params), (ints(batch, r.length), ints(batch, r.length), ints()))
+    return train_step(loss_fn, optimizer), abstract(init, (ints(batch, r.length), ints(batch, r.length), ints()), optimizer)
 
 
 def _shapes(r: Recipe) -> dict:

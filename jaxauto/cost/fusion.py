@@ -4,7 +4,7 @@ The rules are those of XLA's instruction fusion, in outline (instruction_fusion.
 made again inside each of its consumers, unless that would read more arrays than its result is: what is made of two wide arrays gets a
 buffer where it fans out. So do random bits, and on CPU transcendentals, which take long to make (``MADE_ONCE``). Dots, convolutions,
 gathers, loops and reductions write buffers and, reductions excepted, read them; a loop makes a broadcast constant inside its body.
-On TPU dots and convolutions fuse as well, see ``clusters.py``.
+On TPU dots and convolutions fuse as well, see ``clusters.py``; what XLA:GPU makes in one kernel, sums of rows among it: ``kernels.py``.
 
 What shares memory (buffer assignment, in outline; each line names the function that does it):
 - an output that reuses a donated input, and the loop carry or branch result that becomes it, takes no memory of its own     ``order.py``
@@ -195,7 +195,7 @@ class _Fusion:
             self.made_twice[number] = roots
         if self.kernels:
             self.kernels.meet(node, number, operands, self.virtual)
-            wanted = wanted or self.kernels.leaves(number) or self.kernels.is_copied(node, number, self.virtual)
+            wanted = wanted or self.kernels.leaves(number) or self.kernels.turn(node, number, self.virtual)
             inside = inside or self.kernels.stays(number, outputs)
         fans_out = not (wanted or inside) and self.fans_out(value, roots)
         if fans_out and self.clusters and node.inputs[0] in self.virtual and is_widening(node, self.values):

@@ -4,7 +4,7 @@
   them stay inside. It takes a seed: an array that is combined with a reduction of its own rows, which nothing else uses. From there
   the kernel takes in what comes after it, further sums over the same rows as well       ``Kernels.is_inside`` (SoftmaxRewriterTriton)
 - Layouts. A dot writes its result's dimensions in their own order, and a transposition after it says how they are called. Where two such
-  arrays are combined, the later one is copied to the order of the other (scores and their gradient)                ``Kernels.is_copied``
+  arrays are combined, the later one is copied to the order of the other (scores and their gradient)                ``Kernels.turn``
 - Siblings. Elementwise work and sums over the same elements that read an array in common are one kernel, which reads it once; one
   that only its siblings read is not written                                             ``Kernels.found``      (MultiOutputFusion)
 """
@@ -25,12 +25,14 @@ _ELEMENTWISE = frozenset({Kind.VIEW, Kind.CHEAP, Kind.EXPENSIVE})
 
 @dataclass
 class _Kernel:
+    """``made``: values of its own elements, which others in it read from registers; ``size``: how many it writes or keeps inside."""
+
     elements: int
     at: int
     alone: bool
-    members: set[int] = field(default_factory=set)
+    made: set[int] = field(default_factory=set)
     reads: set[int] = field(default_factory=set)
-    sums: set[int] = field(default_factory=set)
+    size: int = 0
     last: int = 0
 
 
@@ -71,10 +73,10 @@ class Kernels:
             if link.kind is LinkKind.YS and link.source in self.orders:
                 self.orders[link.target] = (0, *(d + 1 for d in self.orders[link.source]))
 
-    def is_copied(self, node: Node, number: int, fused: Container[int]) -> bool:
-        """Whether a value is written in another order of its dimensions than it comes in, that of an earlier array it is combined with.
+    def turn(self, node: Node, number: int, fused: Container[int]) -> bool:
+        """Lets a value lie as an earlier array that it is combined with; whether it has to be copied for that.
 
-        It is, as the first that is made of a buffer; a transposition is made with the conversion after it.
+        The first that is made of a buffer is; a transposition is made with the conversion after it.
         """
         wide = [x for x in node.inputs if isinstance(x, int) and self.values[x].elements == self.values[number].elements]
         users = self.values[number].users
@@ -170,20 +172,20 @@ class Kernels:
                 k = len(kernels)
                 kernels.append(_Kernel(self._elements(number), at, alone))
             kernel = kernels[k]
-            kernel.reads |= roots - (kernel.members - kernel.sums)
-            kernel.members.add(number)
+            kernel.reads |= roots - kernel.made
+            kernel.size += 1
             kernel.last = max(kernel.last, at)
-            if self.kind(self._node(number)) is Kind.REDUCE:
-                kernel.sums.add(number)
+            if self.kind(self._node(number)) is not Kind.REDUCE:
+                kernel.made.add(number)
             for root in (*roots, number):
                 by_root.setdefault(root, []).append(k)
         read_elsewhere = {root for k in kernels for root in k.reads}
         for kernel in kernels:
             for root in kernel.reads:
                 result.reads[root] = result.reads.get(root, 0.0) + 1.0
-            for number in kernel.members - kernel.sums - read_elsewhere:
-                if not self.stored[number][2] and len(kernel.members) > 1:
-                    result.absorbed[number] = kernel.last
+            if kernel.size > 1:
+                inside = (number for number in kernel.made - read_elsewhere if not self.stored[number][2])
+                result.absorbed.update(dict.fromkeys(inside, kernel.last))
         return result
 
     def _sibling(
@@ -196,7 +198,7 @@ class Kernels:
             kernel = kernels[k]
             if kernel.elements != elements or kernel.alone:
                 continue
-            if all(start.get(r, 0) < kernel.at for r in roots - (kernel.members - kernel.sums)):
+            if all(start.get(r, 0) < kernel.at for r in roots - kernel.made):
                 return k
         return None
 
