@@ -111,9 +111,9 @@ def _operations(plan: Plan, best: Candidate) -> Section:
     for op in model.groups.operations:
         state = model.state(best.x, "operation", op.node.id)[None]
         name = _place(op.node) + ("  (backward)" if op.node.backward else "")
-        times = model.again(op.node.id)
-        total[name] += times * float(operation_seconds(op, model.values, state, model.mesh.sizes, model.chip, model.near)[0])
-        count[name] += times
+        for times, near in model.runs(op):
+            total[name] += times * float(operation_seconds(op, model.values, state, model.mesh.sizes, model.chip, near)[0])
+            count[name] += times
     b = model.buffers
     times = [model.groups.times[p.id] if (p := model.values[int(n)].producer) else 1 for n in model.variant.origin]
     moved = float((model.buffer_sizes(best.x) * (b.reads + b.written) * np.array(times, float)).sum())

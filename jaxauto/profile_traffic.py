@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxauto.core import OPERATIONS, Kind, Node, OpRule
-from jaxauto.cost.compute import bytes_per_flop, traffic_seconds
+from jaxauto.core import OPERATIONS, Node, OpRule
+from jaxauto.cost.compute import traffic_seconds
 from jaxauto.cost.fusion import find_buffers
 from jaxauto.cost.liveness import Buffers
-from jaxauto.cost.onchip import SHARE, Near, copied_out, fleeting, near_bytes
+from jaxauto.cost.onchip import Near, Placed, capacity, place
 from jaxauto.graph import value_bytes, walk
 from jaxauto.profile_memory import Profiled
 
@@ -33,10 +33,9 @@ class Traffic:
         if on_tpu:
             whole = find_buffers(program.graph, dict(program.rules), program.aliased, "tpu")
         self.moved = _by_node(program, whole, lambda _: 1.0)
-        self.waited = _by_node(program, self._off_chip(), program.padded) if on_tpu else self.moved
-        dots = {number: rule for number, rule in program.rules.items() if rule.kind is Kind.DOT}
-        rate = bytes_per_flop(chip) if on_tpu else 0.0
-        self.near = near_bytes(program.graph, dots, program.buffers, fleeting(program.buffers), rate) if on_tpu else Near()
+        placed = place(program.graph, program.rules, program.buffers, chip, math.prod(program.mesh.values())) if on_tpu else None
+        self.waited = _by_node(program, self._off_chip(placed), program.padded) if placed else self.moved
+        self.near = placed.near if placed else Near()
 
     def bytes_(self, node: Node, rule: OpRule, share: float) -> float:
         """Of one run."""
@@ -49,18 +48,18 @@ class Traffic:
         return max(work, float(traffic_seconds(own, self.chip))) + float(traffic_seconds(self.waited.get(node.id, 0.0), self.chip))
 
     def _operation(self, node: Node, rule: OpRule, share: float, near: Near, padded: Callable[[int], float]) -> float:
-        fits = SHARE * self.chip.vmem_bytes if near != Near() else 0.0
+        fits = capacity(self.chip) if near != Near() else 0.0
         arrays = (*((x, near.read) for x in node.inputs), *((x, near.written) for x in node.outputs))
-        far = [x for x, known in arrays if isinstance(x, int) and known.get(x, math.inf) / self.program.pieces(x) > fits]
+        far = [x for x, known in arrays if isinstance(x, int) and known.get((node.id, x), math.inf) / self.program.pieces(x) > fits]
         whole = sum(value_bytes(self.values[x]) / self.program.pieces(x) * padded(x) for x in far)
         return whole if rule.bytes_ is None else min(whole, rule.bytes_ / share)
 
-    def _off_chip(self) -> Buffers:
+    def _off_chip(self, placed: Placed) -> Buffers:
         """The program's, without the passes that do not go through HBM."""
         b = self.program.buffers
-        fits = self.program.sizes <= SHARE * self.chip.vmem_bytes
-        stays = fleeting(b) & fits
-        return replace(b, reads=np.where(stays | copied_out(b) & fits, 0.0, b.reads), written=np.where(stays, 0.0, b.written))
+        cut = np.array([self.program.pieces(int(n)) for n in b.ids])
+        fits = placed.bytes_ / cut <= capacity(self.chip)
+        return replace(b, reads=b.reads * (1 - placed.reads * fits), written=b.written * (1 - placed.written * fits))
 
 
 def _by_node(program: Profiled, buffers: Buffers, weight: Callable[[int], float]) -> dict[int, float]:

@@ -12,7 +12,7 @@ A cluster is one dot and the fused values that are made of its result before ano
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from jaxauto.core import Kind, Node, OpRule, Value
@@ -82,6 +82,7 @@ class Clusters:
         beside = self._beside(start, owner)
         until: dict[int, int] = {number: self.stored[number][1] for number in owner}
         wanted = self.used | kept  # outside of the fusion that makes them
+        loose: list[int] = []
         for number, (roots, at) in self.stored.items():
             dot = owner.get(number)
             mine = {r for r in roots if r == dot or (dot is not None and owner.get(r) == dot)}
@@ -94,9 +95,10 @@ class Clusters:
             elif number in beside:
                 self._cluster(beside[number]).read |= roots - {beside[number]}
             elif not self._of_the_same_pass(number, roots):
-                for root in roots:
-                    result.reads[root] = result.reads.get(root, 0.0) + 1.0
+                loose.append(number)
         result.absorbed.update({number: at for number, at in until.items() if number not in wanted})
+        for root in self._read_once({n: at for n, at in start.items() if n not in result.absorbed}, loose):
+            result.reads[root] = result.reads.get(root, 0.0) + 1.0
         for cluster in self.clusters.values():
             self._charge(cluster, result)
             self.held.update({x: tuple(n for n in cluster.stored if n in start) for x in cluster.node.outputs if x in result.absorbed})
@@ -126,6 +128,34 @@ class Clusters:
                 moved[number] = min([*begun, moved.get(number, at)])
                 readers.setdefault(root, []).append((at, backward))
         return {number: p for number, p in moved.items() if p < self.stored[number][1]}
+
+    def _read_once(self, start: Mapping[int, int], loose: list[int]) -> Iterator[int]:
+        """What the passes that make ``loose`` read: values of one size that are made of the same array, or of each other, are made in one
+        pass (multi-output fusion) if no operation or sum lies between."""
+        readers: dict[int, list[tuple[int, bool]]] = {}  # wide array → passes that read it, or make it
+        ready: dict[int, int] = {}  # position of the last operation or sum that a value depends on
+        seen: set[tuple[int, int]] = set()
+        mine = set(loose)
+        for number, (roots, at) in sorted(self.stored.items(), key=lambda item: item[1][1]):
+            value = self.values[number]
+            ready[number] = max((ready.get(r, start.get(r, 0)) for r in roots), default=0)
+            if number not in mine or value.producer is None or self.rules[value.producer.id].kind is Kind.REDUCE:
+                ready[number] = at
+                yield from roots if number in mine else ()
+                continue
+            wide = [r for r in roots if self._same_size(r, number)]
+            back = value.producer.backward
+            begun = [p for r in wide for p, b in readers.get(r, ()) if b == back and ready[number] <= p]
+            mine_at = min(begun, default=at)
+            for root in (r for r in roots if (r, mine_at) not in seen):
+                seen.add((root, mine_at))
+                yield root
+            seen.add((number, mine_at))
+            for r in (*wide, number):
+                readers.setdefault(r, []).append((mine_at, back))
+
+    def _same_size(self, a: int, b: int) -> bool:
+        return self.values[a].elements == self.values[b].elements
 
     def _dot_before(self, at: int) -> int:
         return self.dots[k - 1] if (k := bisect_left(self.dots, at)) else 0

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxauto.core import Kind
 from jaxauto.cost.layout import padding
-from jaxauto.cost.onchip import SHARE, Near
+from jaxauto.cost.onchip import Near, capacity
 from jaxauto.graph import value_bytes
 from jaxauto.groups import WHOLE, Operand, Operation
 from jaxauto.strategies import project, shards
@@ -45,7 +45,7 @@ def operation_seconds(
     bytes_ = np.zeros(len(state))
     for o, known in (*((o, near.read) for o in op.operands), *((o, near.written) for o in op.results)):
         pieces = shards(project(state, factor_dims(op, o)), axis_sizes)
-        far = known[o.value] / pieces > SHARE * chip.vmem_bytes if o.value in known else True
+        far = known[op.node.id, o.value] / pieces > capacity(chip) if (op.node.id, o.value) in known else True
         bytes_ += operand_bytes(o, op, values, state, axis_sizes, chip) * far
     if op.rule.bytes_ is not None:  # a gather touches the rows it reads, not the table
         bytes_ = np.minimum(bytes_, op.rule.bytes_ / shards(state, axis_sizes))

@@ -315,7 +315,7 @@ class _Fusion:
 
     def enter(self, node: Node, begin: int) -> None:
         """A loop reads its operands; slices that operations alone read are theirs to charge."""
-        charged = {link.source for link in node.links if link.kind is LinkKind.XS and self.is_operand(link.target)}
+        charged = {link.source for link in node.links if link.kind is LinkKind.XS and (self.clusters or self.is_operand(link.target))}
         for x in (x for x in node.inputs if isinstance(x, int)):
             self.keep_alive(x, begin) if x in charged else self.read(x, begin)
             if self.clusters:
@@ -325,6 +325,8 @@ class _Fusion:
                 self.clusters.cut(link.target, self.roots(link.source), float(link.source not in charged))
         if self.copies_stacks:
             self.copy_stacks(node)
+        elif self.clusters:
+            self.fill_stacks(node)
 
     def is_operand(self, number: int) -> bool:
         """Whether operations, and nothing else, read a value."""
@@ -339,6 +341,15 @@ class _Fusion:
             elif link.kind is LinkKind.XS and any(self.kind(user) in OPERATIONS for user in self.values[link.target].users):
                 for root in self.roots(link.source):
                     self.reads[root] = self.reads.get(root, 0) + 2
+
+    def fill_stacks(self, node: Node) -> None:
+        """XLA:TPU fills the stacks of a loop that runs backward with zeros first; and a slice that only goes from stack to stack is read."""
+        sliced = {link.target: link.source for link in node.links if link.kind is LinkKind.XS}
+        for link in (e for e in node.links if e.kind is LinkKind.YS):
+            if node.params.get("reverse"):
+                self.reads[link.target] = self.reads.get(link.target, 0) + 1
+            for root in self.roots(sliced[link.source]) if link.source in sliced else ():
+                self.reads[root] = self.reads.get(root, 0) + 1
 
     def loop(self, node: Node) -> None:
         """A body's positions come before its node's own; what it reads from outside is alive until then, initial carries excepted."""

@@ -1,63 +1,243 @@
-"""What stays in a TPU's on-chip memory: arrays that are read soon after they are written, if they fit."""
+"""What stays in a TPU's on-chip memory, in outline XLA's memory-space assignment (memory_space_assignment/algorithm.cc).
+
+An array stays on chip from where it is made, or from one use of it, to the next use, if that comes soon enough and there is room. The
+compiler goes through the arrays by what HBM traffic each would save for the root of its size; so do we. What it does not do is keep an
+array for longer than it takes to copy on-chip memory full a few times (``xla_msa_max_overlap_to_mem_size_async_copy_ratio``).
+What a loop's trip takes from a stack, and what all its trips read, are arrays too: the first use in a trip reads them from HBM.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxauto.core import Graph, OpRule
+from jaxauto.core import OPERATIONS, Graph, LinkKind, Node, OpRule
 from jaxauto.cost.liveness import Buffers
 from jaxauto.graph import value_bytes, walk
 
-SHARE = 0.8  # of on-chip memory that one array may take: seen with 100 of 128 MiB, not with all of it
-_FLEETING = 60  # equations that an array in on-chip memory may outlive
-_INTENSE = 8.0  # times as much work as HBM has time for: a dot that stays bound by flops, however it is cut
+RESERVED = 16 * 2**20  # bytes of on-chip memory for what runs: the default of xla_tpu_scoped_vmem_limit_kib
+_PATIENCE = 10.0  # times that it takes to copy on-chip memory full: no longer between two uses
+_SMALL = 1 / 1024  # of on-chip memory: there is always room
 
 
 class Near(NamedTuple):
-    """Operands and results of dots → whole bytes of the largest buffer that holds them, infinite if that is in HBM whatever its size.
+    """(node, value) of operations' operands and results → whole bytes of the largest buffer that holds it, if that is on chip where it
+    fits."""
 
-    A slice that a loop writes into its stack, or a result that takes a donated input's place, is written to HBM; who reads it soon reads a
-    copy on chip.
+    read: Mapping[tuple[int, int], float] = MappingProxyType({})
+    written: Mapping[tuple[int, int], float] = MappingProxyType({})
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """What of each buffer's traffic stays on chip, if what must fit there fits.
+
+    Attributes:
+      reads: share of what fused equations read of it; written: whether it is never in HBM; bytes_: what must fit, whole: of a stack a
+        trip's slice. All ``[buffers]``.
+      near: what operations read and make there.
     """
 
-    read: Mapping[int, float] = MappingProxyType({})
-    written: Mapping[int, float] = MappingProxyType({})
+    reads: np.ndarray
+    written: np.ndarray
+    bytes_: np.ndarray
+    near: Near = field(default_factory=Near)
 
 
-def fleeting(buffers: Buffers) -> np.ndarray:
-    """Which buffers are read for the last time soon after they are written, and are gone then: ``bool [buffers]``."""
-    apart = (buffers.end >= buffers.start) & ~buffers.is_input & ~buffers.is_output
-    return apart & (buffers.end - buffers.start <= _FLEETING)
+def capacity(chip: Any) -> float:
+    """Bytes of on-chip memory that arrays may take; 0 where a chip has none."""
+    return chip.vmem_bytes - min(RESERVED, chip.vmem_bytes / 4)
 
 
-def copied_out(buffers: Buffers) -> np.ndarray:
-    """Which buffers are part of others (stacks, donated inputs): written there, and read on chip: ``bool [buffers]``."""
-    return (buffers.end < buffers.start) & ~buffers.is_input
-
-
-def near_bytes(graph: Graph, dots: Mapping[int, OpRule], buffers: Buffers, short: np.ndarray, bytes_per_flop: float) -> Near:
-    """Where what dots that HBM bounds read and make may stay on chip.
+def place(graph: Graph, rules: Mapping[int, OpRule], buffers: Buffers, chip: Any, devices: int) -> Placed:
+    """Where the buffers of a program are, if each of ``devices`` has an equal part of every array and of all work.
 
     Args:
-      dots: node id → rule of the dots to look at. short: ``bool [buffers]``. bytes_per_flop: what HBM moves while a flop is done.
+      rules: node id → rule; of operations at least.
     """
-    read, written = (
-        {int(n): float(size) if s else math.inf for n, size, s in zip(buffers.ids, buffers.bytes_, stays, strict=True)}
-        for stays in (short | copied_out(buffers), short)
-    )
-    found = Near({}, {})
-    for node in walk(graph):
-        passed = [x for x in (*node.inputs, *node.outputs) if isinstance(x, int)] if node.id in dots else ()
-        moved = sum(value_bytes(graph.values[x]) for x in passed)
-        if not passed or (dots[node.id].flops or 0.0) * bytes_per_flop > _INTENSE * moved:
-            continue
-        for x in passed:
-            wide = [h for h in buffers.held.get(x, (x,)) if 2 * graph.values[h].elements >= graph.values[x].elements]
-            known, held = (found.written, written) if x in node.outputs else (found.read, read)
-            known[x] = max([known.get(x, 0.0), *(held.get(h, math.inf) for h in wide)]) or math.inf
-    return found
+    return _Placement(graph, rules, buffers, chip, devices).run()
+
+
+@dataclass
+class _Use:
+    """A read. ``weight``: of the array's bytes, those that cost time. ``by``: (operation, the value that it reads); None: fused."""
+
+    position: int
+    weight: float
+    by: tuple[int, int] | None = None
+    near: bool = False
+
+
+@dataclass
+class _Array:
+    """A buffer, or what a loop's trip is given. ``bytes_``: whole. ``owner``: index of the buffer. ``begin``: where it is made; None if
+    it is in HBM from the start. ``written``: of its bytes, those that take time to write. ``stays``: it may be written on chip alone."""
+
+    bytes_: float
+    owner: int | None
+    begin: int | None
+    written: float = 0.0
+    stays: bool = False
+    uses: list[_Use] = field(default_factory=list)
+
+
+class _Placement:
+    def __init__(self, graph: Graph, rules: Mapping[int, OpRule], buffers: Buffers, chip: Any, devices: int):
+        self.graph, self.buffers, self.devices = graph, buffers, devices
+        self.operations = {n: rule for n, rule in rules.items() if rule.kind in OPERATIONS}
+        self.byte_seconds = 1 / (devices * chip.bandwidth_efficiency * chip.hbm_bandwidth)
+        self.flop_seconds = 1 / (devices * chip.flops_efficiency * chip.peak_flops("bfloat16"))
+        self.capacity, self.patience = capacity(chip), _PATIENCE * chip.vmem_bytes / chip.hbm_bandwidth
+        self.arrays: dict[int, _Array] = {}
+        self.made: dict[tuple[int, int], tuple[int, ...]] = {}  # by an operation → what holds it
+        self.read: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def run(self) -> Placed:
+        self._meet()
+        seconds, trips = self._times()
+        now = np.cumsum(seconds)
+        taken = np.zeros(self.buffers.length + 1)
+        order = sorted(self.arrays.values(), key=lambda a: -self._worth(a) * (trips[a.uses[0].position] if a.uses else 0.0))
+        for array in order:
+            self._keep(array, now, taken)
+        return self._placed()
+
+    # ---------------------------------------------------------------------------------------------------------------- arrays
+
+    def _meet(self) -> None:
+        b = self.buffers
+        for k, n in enumerate(b.ids.tolist()):
+            producer = self.graph.values[n].producer
+            stack = producer is not None and bool(producer.bodies)
+            begin = None if b.is_input[k] or stack else int(b.start[k])
+            stays = begin is not None and not b.is_output[k] and bool(b.end[k] >= b.start[k])
+            self.arrays[n] = _Array(float(b.bytes_[k]), k, begin, float(b.written[k]), stays)
+        nodes = list(walk(self.graph))
+        for node in (n for n in nodes if n.bodies):
+            self._enter(node)
+        for node in nodes:
+            at = b.position.get(node.id)
+            if at is None:
+                continue
+            for root in b.read_at.get(node.id, ()):
+                if root in self.arrays:
+                    self.arrays[root].uses.append(_Use(at, 1.0))
+            if node.id in self.operations:
+                self._operation(node, self.operations[node.id], at)
+        for array in self.arrays.values():
+            array.uses.sort(key=lambda u: u.position)
+
+    def _enter(self, node: Node) -> None:
+        """What a loop is given and its trips read; a carry has a buffer of its own."""
+        begin = self.buffers.loop_start.get(node.id)
+        for link in node.links:
+            roots = [r for r in self.buffers.held.get(link.source, (link.source,)) if r in self.arrays]
+            if link.kind in (LinkKind.CONST, LinkKind.XS) and link.target not in self.arrays and roots:
+                self.arrays[link.target] = _Array(float(value_bytes(self.graph.values[link.target])), self.arrays[roots[0]].owner, None)
+            if link.kind in (LinkKind.INIT, LinkKind.CONST, LinkKind.XS) and begin is not None:
+                for root in roots:
+                    self.arrays[root].uses.append(_Use(begin, 0.0, by=(node.id, link.target)))
+
+    def _operation(self, node: Node, rule: OpRule, at: int) -> None:
+        held = self.buffers.held
+        work, moved = (rule.flops or 0.0) * self.flop_seconds, self._moved(node, rule) * self.byte_seconds
+        exposed = max(0.0, 1 - work / moved) if moved else 0.0
+        for x in {x for x in node.inputs if isinstance(x, int)}:
+            self.read[node.id, x] = wide = self._wide(x)
+            for h in (h for h in held.get(x, (x,)) if h in self.arrays):
+                self.arrays[h].uses.append(_Use(at, exposed, by=(node.id, x if h in wide else -1)))
+        for x in node.outputs:
+            self.made[node.id, x] = wide = self._wide(x)
+            for h in (h for h in wide if h in self.arrays):
+                self.arrays[h].written = max(self.arrays[h].written, exposed)
+
+    def _wide(self, x: int) -> tuple[int, ...]:
+        """What holds an operation's operand or result, without what is broadcast to its size."""
+        values = self.graph.values
+        return tuple(h for h in self.buffers.held.get(x, (x,)) if 2 * values[h].elements >= values[x].elements)
+
+    def _moved(self, node: Node, rule: OpRule) -> float:
+        passed = (x for x in (*node.inputs, *node.outputs) if isinstance(x, int))
+        return rule.bytes_ if rule.bytes_ is not None else sum(value_bytes(self.graph.values[x]) for x in passed)
+
+    # ----------------------------------------------------------------------------------------------------------------- times
+
+    def _times(self) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of each position, of a loop's in its first trip, all other trips where it ends; and how often each position runs."""
+        b = self.buffers
+        seconds, trips = np.zeros(b.length + 1), np.ones(b.length + 1)
+        np.add.at(seconds, b.start, b.written * b.bytes_ * self.byte_seconds)
+        for array in self.arrays.values():
+            for use in (u for u in array.uses if u.by is None):
+                seconds[use.position] += array.bytes_ * self.byte_seconds
+        for node in walk(self.graph):
+            if node.id in self.operations and node.id in b.position:
+                rule = self.operations[node.id]
+                seconds[b.position[node.id]] += max((rule.flops or 0.0) * self.flop_seconds, self._moved(node, rule) * self.byte_seconds)
+        loops = [n for n in walk(self.graph) if n.bodies and n.id in b.loop_start]
+        for node in sorted(loops, key=lambda n: b.position[n.id] - b.loop_start[n.id]):
+            first, last = b.loop_start[node.id], b.position[node.id]
+            seconds[last] += (node.trips - 1) * seconds[first:last].sum()
+            trips[first:last] *= node.trips
+        return seconds, trips
+
+    def _worth(self, array: _Array) -> float:
+        """HBM traffic that an array on chip would save, for the root of its size (GetMemoryBoundedness)."""
+        return math.sqrt(array.bytes_) * (array.written + sum(u.weight for u in array.uses))
+
+    def _keep(self, array: _Array, now: np.ndarray, taken: np.ndarray) -> None:
+        """Tells of each use whether it finds the array on chip."""
+        size, at = array.bytes_ / self.devices, array.begin
+        if not 0 < size <= self.capacity:
+            array.stays = False
+            return
+        for use in array.uses:
+            if at is not None and now[max(use.position - 1, 0)] - now[at] <= self.patience:
+                span = taken[at : use.position + 1]
+                use.near = size <= _SMALL * self.capacity or not span.size or float(span.max()) + size <= self.capacity
+                if use.near:
+                    span += size
+            at = use.position
+            array.stays = array.stays and use.near
+
+    # ---------------------------------------------------------------------------------------------------------------- result
+
+    def _placed(self) -> Placed:
+        n = len(self.buffers.ids)
+        fused, near, fits = np.zeros(n), np.zeros(n), np.zeros(n)
+        written = np.zeros(n, bool)
+        for array in self.arrays.values():
+            if array.owner is None:
+                continue
+            uses = [u for u in array.uses if u.by is None]
+            fused[array.owner] += len(uses)
+            near[array.owner] += sum(u.near for u in uses)
+            if array.begin is not None or any(u.near for u in uses):
+                fits[array.owner] = max(fits[array.owner], array.bytes_)
+            written[array.owner] |= array.stays and bool(array.uses)
+        near_by: dict[tuple[int, int], bool] = {}
+        for by, found in ((u.by, u.near) for array in self.arrays.values() for u in array.uses if u.by is not None):
+            near_by[by] = near_by.get(by, True) and found
+        return Placed(
+            near / np.maximum(fused, 1),
+            written,
+            fits,
+            Near(
+                {by: self._bytes(h) for by, h in self.read.items() if self._known(h) and near_by[by]},
+                {by: self._bytes(h) for by, h in self.made.items() if self._known(h) and all(self._stays(x) for x in h)},
+            ),
+        )
+
+    def _known(self, holders: tuple[int, ...]) -> bool:
+        return bool(holders) and all(h in self.arrays for h in holders)
+
+    def _stays(self, number: int) -> bool:
+        return self.arrays[number].stays and bool(self.arrays[number].uses)
+
+    def _bytes(self, holders: tuple[int, ...]) -> float:
+        return max(self.arrays[h].bytes_ for h in holders)

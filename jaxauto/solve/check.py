@@ -16,12 +16,12 @@ import numpy as np
 
 from jaxauto.core import Kind
 from jaxauto.cost.collectives import collective_seconds
-from jaxauto.cost.compute import bytes_per_flop, may_be_minor, operation_flops, traffic_seconds
-from jaxauto.cost.onchip import SHARE, Near
+from jaxauto.cost.compute import may_be_minor, operation_flops, traffic_seconds
+from jaxauto.cost.onchip import Near, capacity
 from jaxauto.graph import HOST, value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.check_ring import padding, ring_seconds
-from jaxauto.solve.facts import near_operands, read_together, spared_passes, spatial_dims
+from jaxauto.solve.facts import place_on_chip, read_together, spared_passes, spatial_dims
 from jaxauto.solve.model import Model
 from jaxauto.solve.problem import HIDDEN_SHARE, RESOURCES
 from jaxauto.solve.search import Candidate
@@ -118,8 +118,8 @@ class _Answer:
         self.group: dict[int, Where] = {g: chosen[model.variable["group", g]] for g in model.groups.groups}
         self.operation: dict[int, Where] = {op.node.id: chosen[model.variable["operation", op.node.id]] for op in model.groups.operations}
         self.together = read_together(model.variant, model.groups, model.program.known_early)
-        on_chip, per_flop = model.chip.vmem_bytes, bytes_per_flop(model.chip)
-        self.near = near_operands(model.variant, model.groups, per_flop) if on_chip else Near()
+        devices = math.prod(self.sizes)
+        self.placed = place_on_chip(model.variant, model.groups, model.chip, devices) if model.chip.vmem_bytes else None
         self.seen: dict[tuple, tuple[float, float]] = {}  # passages that were met before
 
     def where(self, state: Where, dims: Sequence[int]) -> Where:
@@ -146,7 +146,7 @@ class _Answer:
         total: dict[str, float] = defaultdict(float)
         for op in self.model.groups.operations:
             times = self.model.groups.times[op.node.id] + self.model.variant.extra.get(op.node.id, 0)
-            total["compute"] += times * self.roofline(op)
+            total["compute"] += sum(n * self.roofline(op, near) for n, near in self.model.runs(op))
             for o in op.operands:
                 part = self.passage(self.holder(o), self.operand(op, o), self.bytes_of(o.value))
                 again = self.model.groups.times[op.node.id] if (op.node.id, o.value) in self.together else 0
@@ -233,15 +233,15 @@ class _Answer:
             nowhere = (WHOLE,) * len(self.sizes)
             yield self.passage(nowhere, nowhere, self.bytes_of(e.result) / kept, partial)
 
-    def roofline(self, op: Operation) -> float:
+    def roofline(self, op: Operation, on_chip: Near) -> float:
         """Seconds of one run on one device."""
         chip, values = self.model.chip, self.model.values
         bytes_ = 0.0
-        for o, near in (*((o, self.near.read) for o in op.operands), *((o, self.near.written) for o in op.results)):
+        for o, near in (*((o, on_chip.read) for o in op.operands), *((o, on_chip.written) for o in op.results)):
             where = self.operand(op, o)
             pieces, padded = self.pieces(where), padding(values[o.value].shape, where, may_be_minor(op, o), self.sizes, chip.tile)
-            on_chip = near.get(o.value, math.inf) / pieces <= SHARE * chip.vmem_bytes
-            bytes_ += 0.0 if on_chip else value_bytes(values[o.value]) / pieces * padded
+            fits = near.get((op.node.id, o.value), math.inf) / pieces <= capacity(chip)
+            bytes_ += 0.0 if fits else value_bytes(values[o.value]) / pieces * padded
         split = self.pieces(self.operation[op.node.id])
         if op.rule.bytes_ is not None:
             bytes_ = min(bytes_, op.rule.bytes_ / split)
@@ -336,7 +336,7 @@ class _Answer:
 
     # ------------------------------------------------------------------------------------------------------------- buffers
 
-    def placed(self) -> Iterator[tuple[int, int, float]]:
+    def cut(self) -> Iterator[tuple[int, int, float]]:
         """(buffer, pieces, bytes of one device with padding)."""
         variant, model = self.model.variant, self.model
         spatial = spatial_dims(model.groups) if model.chip.tile else frozenset()
@@ -350,21 +350,27 @@ class _Answer:
 
     def traffic(self) -> Iterator[tuple[int, float, int]]:
         """(buffer, bytes that one device moves of it in a step, pieces): short-lived ones that fit stay in on-chip memory."""
-        b, variant, near = self.model.buffers, self.model.variant, SHARE * self.model.chip.vmem_bytes
-        spared = spared_passes(variant)
-        for k, pieces, local in self.placed():
+        b, variant, near = self.model.buffers, self.model.variant, capacity(self.model.chip)
+        spared = spared_passes(variant, self.placed) if self.placed else np.zeros(len(b.ids))
+        for k, pieces, local in self.cut():
             node = self.model.values[int(variant.origin[k])].producer
             times = self.model.groups.times[node.id] if node else 1
             if variant.stacked[k]:
                 times = max(1.0, times / variant.rewritten.graph.values[int(b.ids[k])].shape[0])
-            stays = spared[k] if near and local <= near else 0.0
+            stays = spared[k] if self.placed and float(self.placed.bytes_[k]) * local / float(b.bytes_[k]) <= near else 0.0
             yield k, local * float(b.reads[k] + b.written[k] - stays) * times, pieces
+
+    def in_hbm(self) -> Iterator[tuple[int, int, float]]:
+        """``cut``, without what stays in on-chip memory."""
+        for k, pieces, local in self.cut():
+            near = self.placed is not None and self.placed.written[k] and local <= capacity(self.model.chip)
+            yield k, pieces, 0.0 if near else local
 
     def live_bytes(self) -> np.ndarray:
         """Of one device at each position: buffers with their padding, and what is resharded there for one operation."""
         b, model = self.model.buffers, self.model
         change = [0.0] * (b.length + 1)
-        for k, _, size in self.placed():
+        for k, _, size in self.in_hbm():
             change[b.start[k]] += size
             change[b.end[k] + 1] -= size
         live = np.cumsum(change)[:-1]

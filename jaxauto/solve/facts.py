@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from jaxauto.core import Kind, Value
-from jaxauto.cost.onchip import Near, copied_out, fleeting, near_bytes
+from jaxauto.core import Kind, Node, Value
+from jaxauto.cost.onchip import Near, place
 from jaxauto.graph import HOST, value_bytes, walk
 from jaxauto.groups import WHOLE, Groups
 from jaxauto.solve.remat import Variant
@@ -50,29 +51,39 @@ def buffer_runs(variant: Variant, groups: Groups) -> np.ndarray:
     return runs
 
 
-def short_lived(variant: Variant) -> np.ndarray:
-    """Which buffers can stay in on-chip memory: ``bool [buffers]``."""
-    return fleeting(variant.buffers) & ~variant.stacked
+@dataclass(frozen=True, eq=False)
+class OnChip:
+    """``onchip.Placed`` of a variant, by values and nodes as written. ``near``: of their first run; ``again``: where they run again."""
+
+    reads: np.ndarray
+    written: np.ndarray
+    bytes_: np.ndarray
+    near: Near
+    again: Near
 
 
-def spared_passes(variant: Variant) -> np.ndarray:
+def place_on_chip(variant: Variant, groups: Groups, chip: Any, devices: int) -> OnChip:
+    """What of a variant stays on chip."""
+    graph, origin, values = variant.rewritten.graph, variant.rewritten.origin, groups.graph.values
+    known = {op.node.id: op.rule for op in groups.operations}
+    made: dict[int, Node] = {}  # node of an operation → the node as written
+    for node in (n for n in walk(graph) if n.outputs):
+        first = values[origin.get(node.outputs[0], node.outputs[0])].producer
+        if first is not None and first.id in known and first.prim == node.prim:
+            made[node.id] = first
+    copies = {node.id for node in walk(graph) if node.outputs and node.outputs[0] in origin}
+    placed = place(graph, {n: known[first.id] for n, first in made.items()}, variant.buffers, chip, devices)
+    found = Near({}, {}), Near({}, {})
+    for k, table in enumerate(placed.near):
+        for (node, x), size in table.items():
+            if node in made:
+                found[node in copies][k][made[node].id, origin.get(x, x)] = size
+    return OnChip(placed.reads, placed.written & ~variant.stacked, placed.bytes_, *found)
+
+
+def spared_passes(variant: Variant, placed: OnChip) -> np.ndarray:
     """How often a run reads and writes each buffer that do not go through HBM if it fits on-chip memory: ``float [buffers]``."""
-    b = variant.buffers
-    return np.where(short_lived(variant), b.reads + b.written, np.where(copied_out(b) & ~variant.stacked, b.reads, 0.0))
-
-
-def near_operands(variant: Variant, groups: Groups, bytes_per_flop: float) -> Near:
-    """``near_bytes`` by values as written: the most of any time that one is made."""
-    rewritten, rules = variant.rewritten, {op.node.id: op.rule for op in groups.operations if op.rule.kind is Kind.DOT}
-    nodes = (node for node in walk(rewritten.graph) if node.prim == "dot_general")
-    made = {node.id: groups.graph.values[rewritten.origin.get(node.outputs[0], node.outputs[0])].producer for node in nodes}
-    dots = {number: rules[node.id] for number, node in made.items() if node and node.id in rules}
-    found = Near({}, {})
-    for most, near in zip(found, near_bytes(rewritten.graph, dots, variant.buffers, short_lived(variant), bytes_per_flop), strict=True):
-        for x, size in near.items():
-            written = rewritten.origin.get(x, x)
-            most[written] = max(most.get(written, 0.0), size)
-    return Near(*({x: size for x, size in most.items() if size < math.inf} for most in found))
+    return variant.buffers.reads * placed.reads + variant.buffers.written * placed.written
 
 
 def read_together(variant: Variant, groups: Groups, weights: Set[int]) -> frozenset[tuple[int, int]]:

@@ -13,6 +13,7 @@ Alike groups and operations share one variable (``fold.py``); their tables are s
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,15 +22,15 @@ from typing import Any
 import numpy as np
 
 from jaxauto.core import MeshAxes
-from jaxauto.cost.compute import bytes_per_flop, factor_dims, operation_seconds, traffic_seconds
+from jaxauto.cost.compute import factor_dims, operation_seconds, traffic_seconds
 from jaxauto.cost.halo import SIDES, halo_collectives
 from jaxauto.cost.layout import minor_dims, padding
-from jaxauto.cost.onchip import SHARE, Near
+from jaxauto.cost.onchip import Near, capacity
 from jaxauto.cost.reshard import passage_collectives, passage_tables
 from jaxauto.cost.windowed import made_inside, windowed
 from jaxauto.graph import value_bytes
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
-from jaxauto.solve.facts import buffer_runs, narrowing, near_operands, offloaded_bytes, read_together, spared_passes, spatial_dims
+from jaxauto.solve.facts import OnChip, buffer_runs, narrowing, offloaded_bytes, place_on_chip, read_together, spared_passes, spatial_dims
 from jaxauto.solve.fold import Key
 from jaxauto.solve.positions import edge_layout, moved_share, reduced_factors
 from jaxauto.solve.problem import MemoryRow, Problem
@@ -71,7 +72,7 @@ class Model:
         self.states: list[np.ndarray] = []
         self.narrowing = self.cached(("narrowing",), lambda: narrowing(program.groups))
         self.together = self.cached(("together", variant), lambda: read_together(variant, program.groups, program.known_early))
-        self.near = self.cached(("near", variant), self._near)
+        self.placed = self.cached(("placed", variant), self._placed)
         self.final = frozenset(x for x in self.groups.graph.outputs if isinstance(x, int))
         self.operation_of: dict[int, Operation] = {}
         self.operations_at: dict[int, list[Operation]] = defaultdict(list)  # position → what runs there
@@ -139,12 +140,15 @@ class Model:
         """The row of a position: bytes of every buffer alive there, by variable and state."""
         b = self.buffers
         alive = (b.start <= position) & (b.end >= position)
-        by_class = np.bincount(self.buffer_class[alive], b.bytes_[alive], minlength=len(self.classes))
+        near = alive & self.placed.written if self.placed else np.zeros(len(b.ids), bool)
+        by_class = np.bincount(self.buffer_class[alive & ~near], b.bytes_[alive & ~near], minlength=len(self.classes))
+        held = {c: float(by_class[c]) * self.fraction[c] for c in np.nonzero(by_class)[0].tolist()}
+        for c, bytes_ in zip(self.buffer_class[near].tolist(), b.bytes_[near].tolist(), strict=True):
+            held[c] = held.get(c, 0.0) + self._in_hbm(bytes_ * self.fraction[c])
         vectors: dict[int, np.ndarray] = {}
         base = 0.0
-        for c in np.nonzero(by_class)[0]:
+        for c, vector in held.items():
             v, _ = self.classes[c]
-            vector = by_class[c] * self.fraction[c]
             if len(vector) == 1:
                 base += float(vector[0])
             else:
@@ -172,9 +176,14 @@ class Model:
         return pairs
 
     def buffer_sizes(self, x: np.ndarray) -> np.ndarray:
-        """Bytes of each buffer on one device under solution ``x``."""
+        """Bytes of HBM that each buffer takes on one device under solution ``x``."""
         cut = np.array([self.fraction[c][x[v]] for c, (v, _) in enumerate(self.classes)])
-        return self.buffers.bytes_ * cut[self.buffer_class]
+        sizes = self.buffers.bytes_ * cut[self.buffer_class]
+        return np.where(self.placed.written, self._in_hbm(sizes), sizes) if self.placed else sizes
+
+    def _in_hbm(self, sizes: np.ndarray) -> np.ndarray:
+        """Of arrays that stay in on-chip memory where they fit: those that do not."""
+        return np.where(sizes > capacity(self.chip), sizes, 0.0)
 
     # -------------------------------------------------------------------------------------------------------------- compute
 
@@ -192,44 +201,54 @@ class Model:
         runs = self.cached(("runs", self.variant), lambda: buffer_runs(self.variant, self.groups))
         moved = b.bytes_ * (b.reads + b.written) * runs
         by_class = np.bincount(self.buffer_class, moved, minlength=len(self.classes))
-        spared = b.bytes_ * spared_passes(self.variant) * runs
+        spared = b.bytes_ * spared_passes(self.variant, self.placed) * runs if self.placed else np.zeros(len(b.ids))
         short = np.nonzero(spared)[0]
-        short = short[np.lexsort((b.bytes_[short], self.buffer_class[short]))]
+        held = self.placed.bytes_ if self.placed else b.bytes_
+        short = short[np.lexsort((held[short], self.buffer_class[short]))]
         found, first = np.unique(self.buffer_class[short], return_index=True)
         fleeting_of = dict(zip(found.tolist(), np.split(short, first[1:]), strict=False))
         fed = b.is_input & ~np.isin(self.variant.origin, list(self.program.known_early))
         from_host = np.bincount(self.buffer_class, b.bytes_ * fed + offloaded_bytes(self.variant, self.groups), minlength=len(self.classes))
         for c, (v, _) in enumerate(self.classes):
             if by_class[c]:
-                near = self._kept_near(c, fleeting_of.get(c), spared) if self.chip.vmem_bytes else 0.0
+                near = self._kept_near(c, fleeting_of.get(c), spared, held) if self.placed else 0.0
                 self.problem.add_unary("compute", v, traffic_seconds((by_class[c] - near) * self.fraction[c], self.chip))
             if from_host[c]:  # the batch comes anew each step, what is offloaded goes and comes: each device gets its piece
                 self.problem.add_unary("prefetch", v, from_host[c] / self.pieces[c] / self.chip.host_bandwidth)
 
-    def _near(self) -> Near:
-        return near_operands(self.variant, self.groups, bytes_per_flop(self.chip)) if self.chip.vmem_bytes else Near()
+    def _placed(self) -> OnChip | None:
+        devices = math.prod(self.mesh.sizes)
+        return place_on_chip(self.variant, self.groups, self.chip, devices) if self.chip.vmem_bytes else None
 
-    def _kept_near(self, c: int, mine: np.ndarray | None, spared: np.ndarray) -> np.ndarray | float:
+    def _kept_near(self, c: int, mine: np.ndarray | None, spared: np.ndarray, held: np.ndarray) -> np.ndarray | float:
         """Of the bytes that class ``c`` moves, those of its short-lived buffers (``mine``, by size) that fit on-chip memory, by state."""
         if mine is None:
             return 0.0
-        fitting = np.searchsorted(self.buffers.bytes_[mine], SHARE * self.chip.vmem_bytes / self.fraction[c], side="right")
+        fitting = np.searchsorted(held[mine], capacity(self.chip) / self.fraction[c], side="right")
         return np.concatenate([[0.0], np.cumsum(spared[mine])])[fitting]
 
     def _operation_compute(self) -> None:
         count: dict[tuple, float] = defaultdict(float)
-        first: dict[tuple, Operation] = {}
+        first: dict[tuple, tuple[Operation, Near]] = {}
         for op in self.groups.operations:
-            near = *(self.near.read.get(o.value) for o in op.operands), *(self.near.written.get(o.value) for o in op.results)
-            key = self.var("operation", op.node.id), *near
-            count[key] += self.again(op.node.id)
-            first.setdefault(key, op)
-        for (v, *near), op in first.items():
-            seconds = operation_seconds(op, self.values, self.states[v], self.mesh.sizes, self.chip, self.near)
-            self.problem.add_unary("compute", v, count[v, *near] * seconds)
+            for times, near in self.runs(op):
+                read, written = ((op.operands, near.read), (op.results, near.written))
+                sizes = [known.get((op.node.id, o.value)) for side, known in (read, written) for o in side]
+                key = self.var("operation", op.node.id), *sizes
+                count[key] += times
+                first.setdefault(key, (op, near))
+        for (v, *sizes), (op, near) in first.items():
+            seconds = operation_seconds(op, self.values, self.states[v], self.mesh.sizes, self.chip, near)
+            self.problem.add_unary("compute", v, count[v, *sizes] * seconds)
             if op.rule.halo:
                 waited = [SIDES * sum(s for _, _, s in self.halo_collectives(op, state)) for state in self.states[v]]
-                self.problem.add_unary("blocking", v, count[v, *near] * np.array(waited))
+                self.problem.add_unary("blocking", v, count[v, *sizes] * np.array(waited))
+
+    def runs(self, op: Operation) -> list[tuple[float, Near]]:
+        """How often a node runs in a step, and what of it is on chip then: as written, and made again."""
+        placed, extra = self.placed, self.variant.extra.get(op.node.id, 0)
+        both = (self.groups.times[op.node.id], placed.near if placed else Near()), (extra, placed.again if placed else Near())
+        return [(times, near) for times, near in both if times]
 
     def halo_collectives(self, op: Operation, state: np.ndarray) -> list[tuple[float, tuple[int, ...], float]]:
         """What neighbours send each other for one run in one state, each ``SIDES`` times."""
