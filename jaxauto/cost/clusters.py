@@ -47,8 +47,8 @@ class _Cluster:
 class Clusters:
     """Collects fused values of a program as they are met, then tells what they cost."""
 
-    def __init__(self, values: Mapping[int, Value], rules: Mapping[int, OpRule], bytes_per_flop: float):
-        self.values, self.rules, self.bytes_per_flop = values, rules, bytes_per_flop
+    def __init__(self, values: Mapping[int, Value], rules: Mapping[int, OpRule], bytes_per_flop: float, alone: bool):
+        self.values, self.rules, self.bytes_per_flop, self.alone = values, rules, bytes_per_flop, alone
         self.stored: dict[int, tuple[frozenset[int], int]] = {}
         self.clusters: dict[int, _Cluster] = {}
         self.used: set[int] = set()
@@ -187,8 +187,9 @@ class Clusters:
         return all(self._goes_along(self._node(number), user) for user in self.values[number].users)
 
     def _goes_along(self, node: Node, user: Node) -> bool:
-        """Whether ``user`` can be in one fusion with the dot ``node``: not of another pass, no operation, no barrier."""
-        if user.prim in _WALLS or user.id not in self.rules or user.backward != node.backward:
+        """Whether ``user`` can be in one fusion with the dot ``node``: not of another pass (but the optimizer with a gradient that no other
+        device has a part of), no operation, no barrier."""
+        if user.prim in _WALLS or user.id not in self.rules or (user.backward != node.backward and not (node.backward and self.alone)):
             return False
         return self.rules[user.id].kind not in FUSING | {Kind.GATHER, Kind.SCATTER, Kind.OPAQUE}
 

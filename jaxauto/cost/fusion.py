@@ -42,7 +42,13 @@ _WIDENED = {"cpu": ("bfloat16", "float16")}  # computed and, excess precision be
 
 
 def find_buffers(
-    graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int] = frozenset(), platform: str = "tpu", bytes_per_flop: float = 0.0
+    graph: Graph,
+    rules: dict[int, OpRule],
+    aliased: frozenset[int] = frozenset(),
+    platform: str = "tpu",
+    bytes_per_flop: float = 0.0,
+    *,
+    alone: bool = False,
 ) -> Buffers:
     """The buffers of a program.
 
@@ -52,12 +58,13 @@ def find_buffers(
       aliased: output values that reuse the buffer of a donated input.
       platform: whose compiler: ``"tpu" | "gpu" | "cpu"``.
       bytes_per_flop: what HBM moves while the matrix unit does one flop.
+      alone: on one device, where no gradient is summed over devices before the optimizer has it.
     """
-    return _Fusion(graph, rules, aliased, platform, bytes_per_flop).run()
+    return _Fusion(graph, rules, aliased, platform, bytes_per_flop, alone).run()
 
 
 class _Fusion:
-    def __init__(self, graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int], platform: str, bytes_per_flop: float):
+    def __init__(self, graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int], platform: str, bytes_per_flop: float, alone: bool):
         self.graph, self.rules, self.aliased = graph, rules, aliased
         self.made_once, self.widened = MADE_ONCE[platform], _WIDENED.get(platform, ())
         self.copies_stacks = platform in COPIES_STACKS
@@ -67,7 +74,7 @@ class _Fusion:
         self.costly: set[int] = set()
         self.heavy: set[int] = set()  # virtual, and a transcendental is part of it
         self.moved: set[int] = set()  # virtual, and its elements lie elsewhere in its roots
-        self.clusters = Clusters(graph.values, rules, bytes_per_flop) if platform == "tpu" else None
+        self.clusters = Clusters(graph.values, rules, bytes_per_flop, alone) if platform == "tpu" else None
         self.kernels = Kernels(graph.values, self.kind) if platform == "gpu" else None
         self.reads: dict[int, float] = {}
         self.start: dict[int, int] = {}

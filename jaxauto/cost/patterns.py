@@ -13,7 +13,7 @@ from jaxauto.core import Node, Value
 from jaxauto.graph import value_bytes
 
 ROW = 4096  # elements: a softmax over as many does not fuse with the dot that makes its operand
-LONG = 8192  # elements: over more (seen at 32,768) it writes no exp either
+LONG = 4096  # elements: over more it writes no exp either
 DEPTH = 112  # elements of a head dimension: seen fused up to here, apart from 127 on
 
 

@@ -74,8 +74,9 @@ class Variant:
 class Remat:
     """The blocks of a step and what can be decided of them."""
 
-    def __init__(self, graph: Graph, groups: Groups, aliased: frozenset[int], chip: Any):
-        self.graph, self.groups, self.aliased, self.chip = graph, groups, aliased, chip
+    def __init__(self, graph: Graph, groups: Groups, aliased: frozenset[int], chip: Any, *, alone: bool = False):
+        """``alone``: the program runs on one device, where no gradient is summed before it is used."""
+        self.graph, self.groups, self.aliased, self.chip, self.alone = graph, groups, aliased, chip, alone
         self.blocks = find_blocks(graph)
         self.operations = {op.node.id: op for op in groups.operations}
         self.drops = self._drops()
@@ -209,7 +210,7 @@ class Remat:
             rewritten = hoist(rewritten)
         graph = rewritten.graph
         rules = self.groups.rules if graph is self.graph else {node.id: self._rule(node) for node in walk(graph) if not node.bodies}
-        buffers = find_buffers(graph, rules, self.aliased, self.chip.platform, bytes_per_flop(self.chip))
+        buffers = find_buffers(graph, rules, self.aliased, self.chip.platform, bytes_per_flop(self.chip), alone=self.alone)
         ids = buffers.ids.tolist()
         origin = np.array([rewritten.origin.get(n, n) for n in ids], int)
         stacked = np.array([n in rewritten.stacked for n in ids], bool)
