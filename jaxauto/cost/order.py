@@ -19,13 +19,21 @@ def schedule(graph: Graph, reads: Callable[[Node], bool] | None = None) -> list[
         return graph.nodes
     index: dict[int, int] = {}
     after: set[int] = set()  # nodes with a backward pass in their history
+    free: list[Node] = []  # what an optimizer makes of its state alone: it holds nothing up
+    begun = False
     for k, node in enumerate(graph.nodes):
         producers = [p for x in node.inputs if isinstance(x, int) and (p := graph.values[x].producer) is not None and p.id in index]
         late = any(p.backward or p.id in after for p in producers)
         if late and not node.backward:
             after.add(node.id)
-        ready = max((index[p.id] for p in producers), default=k)
-        index[node.id] = ready if node.id in after and not node.bodies else k
+        elif begun and not node.backward and not node.bodies:
+            free.append(node)
+        begun = begun or node.backward
+        ready = max((index[p.id] for p in producers), default=0)
+        index[node.id] = ready if (node.id in after and not node.bodies) or node in free[-1:] else k
+    for node in reversed(free):
+        users = [index[user.id] for out in node.outputs for user in graph.values[out].users if user.id in index]
+        index[node.id] = min(users, default=index[node.id])
     if reads is not None and not any(node.bodies for node in graph.nodes):
         aside = _aside(graph, after)
         made = {out for node in aside for out in node.outputs}
