@@ -23,6 +23,7 @@ from jaxauto.graph import value_bytes, walk
 RESERVED = 16 * 2**20  # bytes of on-chip memory for what runs: the default of xla_tpu_scoped_vmem_limit_kib
 _PATIENCE = 10.0  # times that it takes to copy on-chip memory full: no longer between two uses
 _SMALL = 1 / 1024  # of on-chip memory: there is always room
+_TRIPS = 5  # that the compiler takes any loop to make (kWhileExecutionCount)
 
 
 class Near(NamedTuple):
@@ -71,6 +72,8 @@ class _Use:
     weight: float
     by: tuple[int, int] | None = None
     near: bool = False
+    inside: _Array | None = None  # what a loop's trips know it as; None: it does not stay as it is
+    until: int = 0  # where that loop ends
 
 
 @dataclass
@@ -100,11 +103,11 @@ class _Placement:
     def run(self) -> Placed:
         self._meet()
         seconds, trips = self._times()
-        now = np.cumsum(seconds)
-        taken = np.zeros(self.buffers.length + 1)
-        order = sorted(self.arrays.values(), key=lambda a: -self._worth(a) * (trips[a.uses[0].position] if a.uses else 0.0))
-        for array in order:
-            self._keep(array, now, taken)
+        self.now, self.taken = np.cumsum(seconds), np.zeros(self.buffers.length + 1)
+        inner = {id(use.inside) for array in self.arrays.values() for use in array.uses}
+        for array in sorted(self.arrays.values(), key=lambda a: -self._worth(a, trips)):
+            if id(array) not in inner:
+                self._keep(array)
         return self._placed()
 
     # ---------------------------------------------------------------------------------------------------------------- arrays
@@ -133,15 +136,24 @@ class _Placement:
             array.uses.sort(key=lambda u: u.position)
 
     def _enter(self, node: Node) -> None:
-        """What a loop is given and its trips read; a carry has a buffer of its own."""
-        begin = self.buffers.loop_start.get(node.id)
+        """What a loop is given and its trips read; a carry has a buffer of its own, which the next trip reads."""
+        begin, end = self.buffers.loop_start.get(node.id), self.buffers.position.get(node.id)
+        if begin is None or end is None:
+            return
         for link in node.links:
             roots = [r for r in self.buffers.held.get(link.source, (link.source,)) if r in self.arrays]
-            if link.kind in (LinkKind.CONST, LinkKind.XS) and link.target not in self.arrays and roots:
-                self.arrays[link.target] = _Array(float(value_bytes(self.graph.values[link.target])), self.arrays[roots[0]].owner, None)
-            if link.kind in (LinkKind.INIT, LinkKind.CONST, LinkKind.XS) and begin is not None:
+            if link.kind is LinkKind.CARRY:
                 for root in roots:
-                    self.arrays[root].uses.append(_Use(begin, 0.0, by=(node.id, link.target)))
+                    self.arrays[root].uses.append(_Use(end, 0.0, by=(node.id, -1)))
+            if link.kind not in (LinkKind.INIT, LinkKind.CONST, LinkKind.XS) or not roots:
+                continue
+            inside = None
+            if link.kind is not LinkKind.INIT and link.target not in self.arrays:
+                bytes_, owner = float(value_bytes(self.graph.values[link.target])), self.arrays[roots[0]].owner
+                inside = self.arrays[link.target] = _Array(bytes_, owner, None)
+            for root in roots:
+                whole = inside if link.kind is LinkKind.CONST and root == link.source else None
+                self.arrays[root].uses.append(_Use(begin, 0.0, by=(node.id, -1), inside=whole, until=end))
 
     def _operation(self, node: Node, rule: OpRule, at: int) -> None:
         held = self.buffers.held
@@ -168,7 +180,7 @@ class _Placement:
     # ----------------------------------------------------------------------------------------------------------------- times
 
     def _times(self) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of each position, of a loop's in its first trip, all other trips where it ends; and how often each position runs."""
+        """Seconds of each position, of a loop's in its first trip, other trips where it ends; and how often each position is taken to run."""
         b = self.buffers
         seconds, trips = np.zeros(b.length + 1), np.ones(b.length + 1)
         np.add.at(seconds, b.start, b.written * b.bytes_ * self.byte_seconds)
@@ -182,28 +194,46 @@ class _Placement:
         loops = [n for n in walk(self.graph) if n.bodies and n.id in b.loop_start]
         for node in sorted(loops, key=lambda n: b.position[n.id] - b.loop_start[n.id]):
             first, last = b.loop_start[node.id], b.position[node.id]
-            seconds[last] += (node.trips - 1) * seconds[first:last].sum()
-            trips[first:last] *= node.trips
+            seconds[last] += (_TRIPS - 1) * seconds[first:last].sum()
+            trips[first:last] *= _TRIPS
         return seconds, trips
 
-    def _worth(self, array: _Array) -> float:
+    def _worth(self, array: _Array, trips: np.ndarray) -> float:
         """HBM traffic that an array on chip would save, for the root of its size (GetMemoryBoundedness)."""
-        return math.sqrt(array.bytes_) * (array.written + sum(u.weight for u in array.uses))
+        made = array.written * trips[array.begin] if array.begin is not None else 0.0
+        within = (self._worth(u.inside, trips) for u in array.uses if u.inside is not None)
+        return math.sqrt(array.bytes_) * (made + sum(u.weight * trips[u.position] for u in array.uses)) + sum(within)
 
-    def _keep(self, array: _Array, now: np.ndarray, taken: np.ndarray) -> None:
+    def _keep(self, array: _Array) -> None:
         """Tells of each use whether it finds the array on chip."""
-        size, at = array.bytes_ / self.devices, array.begin
-        if not 0 < size <= self.capacity:
-            array.stays = False
-            return
+        at, fits = array.begin, 0 < array.bytes_ / self.devices <= self.capacity
+        array.stays = array.stays and fits
         for use in array.uses:
-            if at is not None and now[max(use.position - 1, 0)] - now[at] <= self.patience:
-                span = taken[at : use.position + 1]
-                use.near = size <= _SMALL * self.capacity or not span.size or float(span.max()) + size <= self.capacity
-                if use.near:
-                    span += size
-            at = use.position
+            until = use.until if use.inside is not None else use.position
+            use.near = fits and at is not None and self._room(array.bytes_ / self.devices, at, use.position, until)
+            if use.inside is not None:
+                through = use.near or (fits and self._room(array.bytes_ / self.devices, use.position, use.position, until))
+                self._all_near(use.inside) if through else self._keep(use.inside)
+                until = until if through else use.position
+            at = until
             array.stays = array.stays and use.near
+
+    def _room(self, size: float, at: int, use: int, until: int) -> bool:
+        """Whether an array can stay until it is used, or until the loop ends that uses it; takes the room."""
+        if self.now[max(use - 1, 0)] - self.now[at] > self.patience or self.now[until] - self.now[use] > self.patience:
+            return False
+        span = self.taken[at : until + 1]
+        if size > _SMALL * self.capacity:
+            if span.size and float(span.max()) + size > self.capacity:
+                return False
+            span += size
+        return True
+
+    def _all_near(self, array: _Array) -> None:
+        for use in array.uses:
+            use.near = True
+            if use.inside is not None:
+                self._all_near(use.inside)
 
     # ---------------------------------------------------------------------------------------------------------------- result
 
