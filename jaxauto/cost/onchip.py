@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxauto.core import OPERATIONS, Graph, LinkKind, Node, OpRule
+from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule
 from jaxauto.cost.liveness import Buffers
 from jaxauto.graph import value_bytes, walk
 
 RESERVED = 16 * 2**20  # bytes of on-chip memory for what runs: the default of xla_tpu_scoped_vmem_limit_kib
 _PATIENCE = 10.0  # times that it takes to copy on-chip memory full: no longer between two uses
+_FILLED = 6 / 7  # of what arrays may take: a heap has gaps (fitted: SSM, the fullest of scripts/results/accuracy.md)
 _SMALL = 1 / 1024  # of on-chip memory: there is always room
 _TRIPS = 5  # that the compiler takes any loop to make (kWhileExecutionCount)
 
@@ -95,6 +96,7 @@ class _Placement:
         self.operations = {n: rule for n, rule in rules.items() if rule.kind in OPERATIONS}
         self.byte_seconds = 1 / (devices * chip.bandwidth_efficiency * chip.hbm_bandwidth)
         self.flop_seconds = 1 / (devices * chip.flops_efficiency * chip.peak_flops("bfloat16"))
+        self.shared = chip.cores > 1
         self.capacity, self.patience = capacity(chip), _PATIENCE * chip.vmem_bytes / chip.hbm_bandwidth
         self.arrays: dict[int, _Array] = {}
         self.made: dict[tuple[int, int], tuple[int, ...]] = {}  # by an operation → what holds it
@@ -167,6 +169,8 @@ class _Placement:
             self.made[node.id, x] = wide = self._wide(x)
             for h in (h for h in wide if h in self.arrays):
                 self.arrays[h].written = max(self.arrays[h].written, exposed)
+                if self.shared and rule.kind in (Kind.DOT, Kind.CONV):  # each core makes a part of it, and reads all
+                    self.arrays[h].begin, self.arrays[h].stays = None, False
 
     def _wide(self, x: int) -> tuple[int, ...]:
         """What holds an operation's operand or result, without what is broadcast to its size."""
@@ -224,7 +228,8 @@ class _Placement:
             return False
         span = self.taken[at : until + 1]
         if size > _SMALL * self.capacity:
-            if span.size and float(span.max()) + size > self.capacity:
+            others = float(span.max()) if span.size else 0.0
+            if others and others + size > _FILLED * self.capacity:
                 return False
             span += size
         return True

@@ -120,6 +120,11 @@ class Chip:
         return float(self.numbers["vmem_bytes"].value) if "vmem_bytes" in self.numbers else 0.0
 
     @property
+    def cores(self) -> int:
+        """Cores that share a device's work, each with on-chip memory of its own."""
+        return int(self.numbers["cores"].value) if "cores" in self.numbers else 1
+
+    @property
     def clock_hz(self) -> float:
         """Cycles/s, to turn the compiler's estimated cycles into seconds."""
         return self._value("clock_ghz") * 1e9

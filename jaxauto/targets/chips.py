@@ -36,6 +36,7 @@ def _tpu(
     network: Number,
     clock: Number,
     vmem_mib: int,  # of one core: where a device has two (v4, v5p), XLA keeps no array on chip that is larger (v5p: 36 MiB in 50 programs)
+    cores: int = 1,
     devices_per_chip: int = 1,
 ) -> Chip:
     source = GOOGLE.format(name)
@@ -55,6 +56,7 @@ def _tpu(
         "network_bandwidth": network,
         "clock_ghz": clock,
         "vmem_bytes": Number(vmem_mib * 2**20, "byte", PALLAS),
+        "cores": Number(cores, "1", BOOK),
         "flops_efficiency": Number(0.9, "1", f"{RECIPES}: v6e bf16 matmul 8192^3 at 827 of 918 Tflop/s", "fitted"),
         "bandwidth_efficiency": Number(0.85, "1", f"{RECIPES}: HBM copies at 83 % (v6e) and 87 % (tpu7x)", "fitted"),
     }
@@ -87,6 +89,7 @@ _TPUS = (
         network=Number(25e9 / 4, "byte/s", f"{BOOK}: 25 GB/s for each host of 4 chips"),
         clock=_clock(1.05),
         vmem_mib=16,
+        cores=2,
     ),
     _tpu(
         "v5e",
@@ -119,6 +122,7 @@ _TPUS = (
         network=Number(6.25e9, "byte/s", GOOGLE.format("v5p")),
         clock=_clock(1.75),
         vmem_mib=64,
+        cores=2,
     ),
     _tpu(
         "v6e",
