@@ -58,6 +58,7 @@ def sharded_program(
         pieces=_pieces(best),
         shares=_shares(best),
         aliased=step.aliased,
+        placed=best.model.placed,
         padded=_padded(best),
         mesh=shape,
         specs={path: partition_spec(sharding_of_value(best.model, best.x, n)) for path, n in inputs},

@@ -14,7 +14,7 @@ from jaxauto.core import OPERATIONS, Node, OpRule
 from jaxauto.cost.compute import traffic_seconds
 from jaxauto.cost.fusion import find_buffers
 from jaxauto.cost.liveness import Buffers
-from jaxauto.cost.onchip import Near, Placed, capacity, place
+from jaxauto.cost.onchip import Near, capacity
 from jaxauto.graph import value_bytes, walk
 from jaxauto.profile_memory import Profiled
 
@@ -33,7 +33,7 @@ class Traffic:
         if on_tpu:
             whole = find_buffers(program.graph, dict(program.rules), program.aliased, "tpu", alone=math.prod(program.mesh.values()) == 1)
         self.moved = _by_node(program, whole, lambda _: 1.0)
-        placed = place(program.graph, program.rules, program.buffers, chip, math.prod(program.mesh.values())) if on_tpu else None
+        placed = program.placed if on_tpu else None
         self.waited = _by_node(program, self._off_chip(placed), program.padded) if placed else self.moved
         self.near = placed.near if placed else Near()
 
@@ -54,7 +54,7 @@ class Traffic:
         whole = sum(value_bytes(self.values[x]) / self.program.pieces(x) * padded(x) for x in far)
         return whole if rule.bytes_ is None else min(whole, rule.bytes_ / share)
 
-    def _off_chip(self, placed: Placed) -> Buffers:
+    def _off_chip(self, placed: Any) -> Buffers:
         """The program's, without the passes that do not go through HBM."""
         b = self.program.buffers
         cut = np.array([self.program.pieces(int(n)) for n in b.ids])

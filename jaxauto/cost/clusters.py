@@ -47,7 +47,7 @@ class _Cluster:
 class Clusters:
     """Collects fused values of a program as they are met, then tells what they cost."""
 
-    def __init__(self, values: Mapping[int, Value], rules: Mapping[int, OpRule], bytes_per_flop: float, alone: bool):
+    def __init__(self, values: Mapping[int, Value], rules: Mapping[int, OpRule], bytes_per_flop: float, *, alone: bool):
         self.values, self.rules, self.bytes_per_flop, self.alone = values, rules, bytes_per_flop, alone
         self.stored: dict[int, tuple[frozenset[int], int]] = {}
         self.clusters: dict[int, _Cluster] = {}

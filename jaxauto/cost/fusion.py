@@ -60,11 +60,11 @@ def find_buffers(
       bytes_per_flop: what HBM moves while the matrix unit does one flop.
       alone: on one device, where no gradient is summed over devices before the optimizer has it.
     """
-    return _Fusion(graph, rules, aliased, platform, bytes_per_flop, alone).run()
+    return _Fusion(graph, rules, aliased, platform, bytes_per_flop, alone=alone).run()
 
 
 class _Fusion:
-    def __init__(self, graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int], platform: str, bytes_per_flop: float, alone: bool):
+    def __init__(self, graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int], platform: str, rate: float, *, alone: bool):
         self.graph, self.rules, self.aliased = graph, rules, aliased
         self.made_once, self.widened = MADE_ONCE[platform], _WIDENED.get(platform, ())
         self.copies_stacks = platform in COPIES_STACKS
@@ -74,7 +74,7 @@ class _Fusion:
         self.costly: set[int] = set()
         self.heavy: set[int] = set()  # virtual, and a transcendental is part of it
         self.moved: set[int] = set()  # virtual, and its elements lie elsewhere in its roots
-        self.clusters = Clusters(graph.values, rules, bytes_per_flop, alone) if platform == "tpu" else None
+        self.clusters = Clusters(graph.values, rules, rate, alone=alone) if platform == "tpu" else None
         self.kernels = Kernels(graph.values, self.kind) if platform == "gpu" else None
         self.reads: dict[int, float] = {}
         self.start: dict[int, int] = {}
@@ -350,7 +350,7 @@ class _Fusion:
                     self.reads[root] = self.reads.get(root, 0) + 2
 
     def fill_stacks(self, node: Node) -> None:
-        """XLA:TPU fills the stacks of a loop that runs backward with zeros first; and a slice that only goes from stack to stack is read."""
+        """XLA:TPU fills the stacks of a loop that runs backward with zeros; and a slice that only goes from stack to stack is read."""
         sliced = {link.target: link.source for link in node.links if link.kind is LinkKind.XS}
         for link in (e for e in node.links if e.kind is LinkKind.YS):
             if node.params.get("reverse"):

@@ -184,7 +184,7 @@ class _Placement:
     # ----------------------------------------------------------------------------------------------------------------- times
 
     def _times(self) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of each position, of a loop's in its first trip, other trips where it ends; and how often each position is taken to run."""
+        """Seconds of each position, of a loop's first trip, other trips where it ends; and how often each is taken to run."""
         b = self.buffers
         seconds, trips = np.zeros(b.length + 1), np.ones(b.length + 1)
         np.add.at(seconds, b.start, b.written * b.bytes_ * self.byte_seconds)
@@ -210,23 +210,24 @@ class _Placement:
 
     def _keep(self, array: _Array) -> None:
         """Tells of each use whether it finds the array on chip."""
-        at, fits = array.begin, 0 < array.bytes_ / self.devices <= self.capacity
+        size, at, held = array.bytes_ / self.devices, array.begin, -1
+        fits = 0 < size <= self.capacity
         array.stays = array.stays and fits
         for use in array.uses:
             until = use.until if use.inside is not None else use.position
-            use.near = fits and at is not None and self._room(array.bytes_ / self.devices, at, use.position, until)
+            use.near = here = fits and at is not None and self._room(size, at, use.position, until, held)
             if use.inside is not None:
-                through = use.near or (fits and self._room(array.bytes_ / self.devices, use.position, use.position, until))
-                self._all_near(use.inside) if through else self._keep(use.inside)
-                until = until if through else use.position
-            at = until
+                here = use.near or (fits and self._room(size, use.position, use.position, until, held))
+                self._all_near(use.inside) if here else self._keep(use.inside)
+            at = until if here else use.position
+            held = at if here else -1
             array.stays = array.stays and use.near
 
-    def _room(self, size: float, at: int, use: int, until: int) -> bool:
-        """Whether an array can stay until it is used, or until the loop ends that uses it; takes the room."""
+    def _room(self, size: float, at: int, use: int, until: int, held: int) -> bool:
+        """Whether an array can stay until it is used, or until the loop ends that uses it; takes the room, which it has at ``held``."""
         if self.now[max(use - 1, 0)] - self.now[at] > self.patience or self.now[until] - self.now[use] > self.patience:
             return False
-        span = self.taken[at : until + 1]
+        span = self.taken[max(at, held + 1) : until + 1]
         if size > _SMALL * self.capacity:
             others = float(span.max()) if span.size else 0.0
             if others and others + size > _FILLED * self.capacity:

@@ -146,7 +146,10 @@ class _Answer:
         total: dict[str, float] = defaultdict(float)
         for op in self.model.groups.operations:
             times = self.model.groups.times[op.node.id] + self.model.variant.extra.get(op.node.id, 0)
-            total["compute"] += sum(n * self.roofline(op, near) for n, near in self.model.runs(op))
+            first, again = (self.placed.near, self.placed.again) if self.placed else (Near(), Near())
+            total["compute"] += self.model.groups.times[op.node.id] * self.roofline(op, first)
+            if op.node.id in self.model.variant.extra:
+                total["compute"] += self.model.variant.extra[op.node.id] * self.roofline(op, again)
             for o in op.operands:
                 part = self.passage(self.holder(o), self.operand(op, o), self.bytes_of(o.value))
                 again = self.model.groups.times[op.node.id] if (op.node.id, o.value) in self.together else 0
