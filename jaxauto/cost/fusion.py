@@ -24,6 +24,7 @@ from jaxauto.cost.kernels import Kernels
 from jaxauto.cost.liveness import Buffers
 from jaxauto.cost.order import in_donated, schedule
 from jaxauto.cost.patterns import is_select, is_shifted, is_softmax, is_strided, is_widening, keeps_exp
+from jaxauto.cost.stacks import stack_passes
 from jaxauto.graph import value_bytes, walk
 
 _WRITES = frozenset({Kind.DOT, Kind.CONV, Kind.GATHER, Kind.SCATTER, Kind.SCAN, Kind.OPAQUE, Kind.CONTROL, Kind.REDUCE})
@@ -35,9 +36,6 @@ MADE_ONCE = {
     "gpu": frozenset({Kind.RANDOM}),
     "tpu": frozenset({Kind.RANDOM}),
 }
-# Where a loop fills its stacks with zeros first, makes each slice in memory of its own and copies it there; and copies a slice out again
-# for a dot or convolution. Seen in schedules of XLA:GPU.
-COPIES_STACKS = frozenset({"gpu"})
 _WIDENED = {"cpu": ("bfloat16", "float16")}  # computed and, excess precision being allowed, kept as float32
 
 
@@ -67,7 +65,7 @@ class _Fusion:
     def __init__(self, graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int], platform: str, rate: float, *, alone: bool):
         self.graph, self.rules, self.aliased = graph, rules, aliased
         self.made_once, self.widened = MADE_ONCE[platform], _WIDENED.get(platform, ())
-        self.copies_stacks = platform in COPIES_STACKS
+        self.platform = platform
         self.values = graph.values
         self.virtual: dict[int, frozenset[int]] = {}  # value → roots it is recomputed from
         self.made_twice: dict[int, frozenset[int]] = {}  # stored for a stack; a dot makes it once more, from these
@@ -330,33 +328,14 @@ class _Fusion:
         if self.clusters:
             for link in (e for e in node.links if e.kind is LinkKind.XS):
                 self.clusters.cut(link.target, self.roots(link.source), float(link.source not in charged))
-        if self.copies_stacks:
-            self.copy_stacks(node)
-        elif self.clusters:
-            self.fill_stacks(node)
+        for number, passes in stack_passes(node, self.values, self.platform, self.kind):
+            for root in self.roots(number):
+                self.reads[root] = self.reads.get(root, 0) + passes
 
     def is_operand(self, number: int) -> bool:
         """Whether operations, and nothing else, read a value."""
         users = self.values[number].users
         return bool(users) and all(self.kind(user) in OPERATIONS for user in users)
-
-    def copy_stacks(self, node: Node) -> None:
-        """Traffic of a loop's stacks beside one write of each slice and one read of each stack."""
-        for link in node.links:
-            if link.kind is LinkKind.YS:  # zeros, and the copy's two ways
-                self.reads[link.target] = self.reads.get(link.target, 0) + 3
-            elif link.kind is LinkKind.XS and any(self.kind(user) in OPERATIONS for user in self.values[link.target].users):
-                for root in self.roots(link.source):
-                    self.reads[root] = self.reads.get(root, 0) + 2
-
-    def fill_stacks(self, node: Node) -> None:
-        """XLA:TPU fills the stacks of a loop that runs backward with zeros; and a slice that only goes from stack to stack is read."""
-        sliced = {link.target: link.source for link in node.links if link.kind is LinkKind.XS}
-        for link in (e for e in node.links if e.kind is LinkKind.YS):
-            if node.params.get("reverse"):
-                self.reads[link.target] = self.reads.get(link.target, 0) + 1
-            for root in self.roots(sliced[link.source]) if link.source in sliced else ():
-                self.reads[root] = self.reads.get(root, 0) + 1
 
     def loop(self, node: Node) -> None:
         """A body's positions come before its node's own; what it reads from outside is alive until then, initial carries excepted."""

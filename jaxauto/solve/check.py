@@ -21,8 +21,9 @@ from jaxauto.cost.onchip import Near, capacity
 from jaxauto.graph import HOST, value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.check_ring import padding, ring_seconds
-from jaxauto.solve.facts import place_on_chip, read_together, spared_passes, spatial_dims
+from jaxauto.solve.facts import read_together, spatial_dims
 from jaxauto.solve.model import Model
+from jaxauto.solve.onchip import place_on_chip
 from jaxauto.solve.problem import HIDDEN_SHARE, RESOURCES
 from jaxauto.solve.search import Candidate
 from jaxauto.strategies import WHOLE, states
@@ -118,8 +119,7 @@ class _Answer:
         self.group: dict[int, Where] = {g: chosen[model.variable["group", g]] for g in model.groups.groups}
         self.operation: dict[int, Where] = {op.node.id: chosen[model.variable["operation", op.node.id]] for op in model.groups.operations}
         self.together = read_together(model.variant, model.groups, model.program.known_early)
-        devices = math.prod(self.sizes)
-        self.placed = place_on_chip(model.variant, model.groups, model.chip, devices) if model.chip.vmem_bytes else None
+        self.placed = place_on_chip(model.variant, model.groups, model.chip, math.prod(self.sizes))
         self.seen: dict[tuple, tuple[float, float]] = {}  # passages that were met before
 
     def where(self, state: Where, dims: Sequence[int]) -> Where:
@@ -146,10 +146,9 @@ class _Answer:
         total: dict[str, float] = defaultdict(float)
         for op in self.model.groups.operations:
             times = self.model.groups.times[op.node.id] + self.model.variant.extra.get(op.node.id, 0)
-            first, again = (self.placed.near, self.placed.again) if self.placed else (Near(), Near())
-            total["compute"] += self.model.groups.times[op.node.id] * self.roofline(op, first)
+            total["compute"] += self.model.groups.times[op.node.id] * self.roofline(op, self.placed.near)
             if op.node.id in self.model.variant.extra:
-                total["compute"] += self.model.variant.extra[op.node.id] * self.roofline(op, again)
+                total["compute"] += self.model.variant.extra[op.node.id] * self.roofline(op, self.placed.again)
             for o in op.operands:
                 part = self.passage(self.holder(o), self.operand(op, o), self.bytes_of(o.value))
                 again = self.model.groups.times[op.node.id] if (op.node.id, o.value) in self.together else 0
@@ -353,20 +352,20 @@ class _Answer:
 
     def traffic(self) -> Iterator[tuple[int, float, int]]:
         """(buffer, bytes that one device moves of it in a step, pieces): short-lived ones that fit stay in on-chip memory."""
-        b, variant, near = self.model.buffers, self.model.variant, capacity(self.model.chip)
-        spared = spared_passes(variant, self.placed) if self.placed else np.zeros(len(b.ids))
+        b, variant, room = self.model.buffers, self.model.variant, capacity(self.model.chip)
         for k, pieces, local in self.cut():
             node = self.model.values[int(variant.origin[k])].producer
             times = self.model.groups.times[node.id] if node else 1
             if variant.stacked[k]:
                 times = max(1.0, times / variant.rewritten.graph.values[int(b.ids[k])].shape[0])
-            stays = spared[k] if self.placed and float(self.placed.bytes_[k]) * local / float(b.bytes_[k]) <= near else 0.0
-            yield k, local * float(b.reads[k] + b.written[k] - stays) * times, pieces
+            fits = b.bytes_[k] and float(self.placed.bytes_[k]) * local / float(b.bytes_[k]) <= room
+            spared = b.reads[k] * self.placed.reads[k] + b.written[k] * self.placed.written[k] if fits else 0.0
+            yield k, local * float(b.reads[k] + b.written[k] - spared) * times, pieces
 
     def in_hbm(self) -> Iterator[tuple[int, int, float]]:
         """``cut``, without what stays in on-chip memory."""
         for k, pieces, local in self.cut():
-            near = self.placed is not None and self.placed.written[k] and local <= capacity(self.model.chip)
+            near = self.placed.written[k] and local <= capacity(self.model.chip)
             yield k, pieces, 0.0 if near else local
 
     def live_bytes(self) -> np.ndarray:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from jaxauto.core import Kind, Node, Value
-from jaxauto.cost.onchip import Near, place
+from jaxauto.core import Kind, Value
 from jaxauto.graph import HOST, value_bytes, walk
 from jaxauto.groups import WHOLE, Groups
 from jaxauto.solve.remat import Variant
@@ -49,41 +46,6 @@ def buffer_runs(variant: Variant, groups: Groups) -> np.ndarray:
         if variant.stacked[k]:
             runs[k] = max(1.0, runs[k] / variant.rewritten.graph.values[int(variant.buffers.ids[k])].shape[0])
     return runs
-
-
-@dataclass(frozen=True, eq=False)
-class OnChip:
-    """``onchip.Placed`` of a variant, by values and nodes as written. ``near``: of their first run; ``again``: where they run again."""
-
-    reads: np.ndarray
-    written: np.ndarray
-    bytes_: np.ndarray
-    near: Near
-    again: Near
-
-
-def place_on_chip(variant: Variant, groups: Groups, chip: Any, devices: int) -> OnChip:
-    """What of a variant stays on chip."""
-    graph, origin, values = variant.rewritten.graph, variant.rewritten.origin, groups.graph.values
-    known = {op.node.id: op.rule for op in groups.operations}
-    made: dict[int, Node] = {}  # node of an operation → the node as written
-    for node in (n for n in walk(graph) if n.outputs):
-        first = values[origin.get(node.outputs[0], node.outputs[0])].producer
-        if first is not None and first.id in known and first.prim == node.prim:
-            made[node.id] = first
-    copies = {node.id for node in walk(graph) if node.outputs and node.outputs[0] in origin}
-    placed = place(graph, {n: known[first.id] for n, first in made.items()}, variant.buffers, chip, devices)
-    found = Near({}, {}), Near({}, {})
-    for k, table in enumerate(placed.near):
-        for (node, x), size in table.items():
-            if node in made:
-                found[node in copies][k][made[node].id, origin.get(x, x)] = size
-    return OnChip(placed.reads, placed.written & ~variant.stacked, placed.bytes_, *found)
-
-
-def spared_passes(variant: Variant, placed: OnChip) -> np.ndarray:
-    """How often a run reads and writes each buffer that do not go through HBM if it fits on-chip memory: ``float [buffers]``."""
-    return variant.buffers.reads * placed.reads + variant.buffers.written * placed.written
 
 
 def read_together(variant: Variant, groups: Groups, weights: Set[int]) -> frozenset[tuple[int, int]]:

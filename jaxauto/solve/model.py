@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from jaxauto.core import MeshAxes
-from jaxauto.cost.compute import factor_dims, operation_seconds, traffic_seconds
+from jaxauto.cost.compute import factor_dims
 from jaxauto.cost.halo import SIDES, halo_collectives
 from jaxauto.cost.layout import minor_dims, padding
 from jaxauto.cost.onchip import Near, capacity
@@ -30,11 +30,13 @@ from jaxauto.cost.reshard import passage_collectives, passage_tables
 from jaxauto.cost.windowed import made_inside, windowed
 from jaxauto.graph import value_bytes
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
-from jaxauto.solve.facts import OnChip, buffer_runs, narrowing, offloaded_bytes, place_on_chip, read_together, spared_passes, spatial_dims
+from jaxauto.solve.facts import narrowing, read_together, spatial_dims
 from jaxauto.solve.fold import Key
+from jaxauto.solve.onchip import place_on_chip
 from jaxauto.solve.positions import edge_layout, moved_share, reduced_factors
 from jaxauto.solve.problem import MemoryRow, Problem
 from jaxauto.solve.remat import Variant
+from jaxauto.solve.work import add_operations, add_traffic
 from jaxauto.strategies import project, shards, states
 
 
@@ -72,7 +74,7 @@ class Model:
         self.states: list[np.ndarray] = []
         self.narrowing = self.cached(("narrowing",), lambda: narrowing(program.groups))
         self.together = self.cached(("together", variant), lambda: read_together(variant, program.groups, program.known_early))
-        self.placed = self.cached(("placed", variant), self._placed)
+        self.placed = self.cached(("placed", variant), lambda: place_on_chip(variant, self.groups, chip, math.prod(mesh.sizes)))
         self.final = frozenset(x for x in self.groups.graph.outputs if isinstance(x, int))
         self.operation_of: dict[int, Operation] = {}
         self.operations_at: dict[int, list[Operation]] = defaultdict(list)  # position → what runs there
@@ -89,8 +91,8 @@ class Model:
                 self.operations_at[self.buffers.position[op.node.id]].append(op)
             self._add(("operation", op.node.id), tuple(n for _, n in op.factors), {})
         self._classes()
-        self._traffic()
-        self._operation_compute()
+        add_traffic(self)
+        add_operations(self)
         self._edges()
         self._operands()
         self._results()
@@ -140,7 +142,7 @@ class Model:
         """The row of a position: bytes of every buffer alive there, by variable and state."""
         b = self.buffers
         alive = (b.start <= position) & (b.end >= position)
-        near = alive & self.placed.written if self.placed else np.zeros(len(b.ids), bool)
+        near = alive & self.placed.written
         by_class = np.bincount(self.buffer_class[alive & ~near], b.bytes_[alive & ~near], minlength=len(self.classes))
         held = {c: float(by_class[c]) * self.fraction[c] for c in np.nonzero(by_class)[0].tolist()}
         for c, bytes_ in zip(self.buffer_class[near].tolist(), b.bytes_[near].tolist(), strict=True):
@@ -179,7 +181,7 @@ class Model:
         """Bytes of HBM that each buffer takes on one device under solution ``x``."""
         cut = np.array([self.fraction[c][x[v]] for c, (v, _) in enumerate(self.classes)])
         sizes = self.buffers.bytes_ * cut[self.buffer_class]
-        return np.where(self.placed.written, self._in_hbm(sizes), sizes) if self.placed else sizes
+        return np.where(self.placed.written, self._in_hbm(sizes), sizes)
 
     def _in_hbm(self, sizes: np.ndarray) -> np.ndarray:
         """Of arrays that stay in on-chip memory where they fit: those that do not."""
@@ -196,58 +198,9 @@ class Model:
         shared = self.groups.times[op.node.id] if (op.node.id, operand.value) in self.together else 0
         return self.again(op.node.id) - shared
 
-    def _traffic(self) -> None:
-        b = self.buffers
-        runs = self.cached(("runs", self.variant), lambda: buffer_runs(self.variant, self.groups))
-        moved = b.bytes_ * (b.reads + b.written) * runs
-        by_class = np.bincount(self.buffer_class, moved, minlength=len(self.classes))
-        spared = b.bytes_ * spared_passes(self.variant, self.placed) * runs if self.placed else np.zeros(len(b.ids))
-        short = np.nonzero(spared)[0]
-        held = self.placed.bytes_ if self.placed else b.bytes_
-        short = short[np.lexsort((held[short], self.buffer_class[short]))]
-        found, first = np.unique(self.buffer_class[short], return_index=True)
-        fleeting_of = dict(zip(found.tolist(), np.split(short, first[1:]), strict=False))
-        fed = b.is_input & ~np.isin(self.variant.origin, list(self.program.known_early))
-        from_host = np.bincount(self.buffer_class, b.bytes_ * fed + offloaded_bytes(self.variant, self.groups), minlength=len(self.classes))
-        for c, (v, _) in enumerate(self.classes):
-            if by_class[c]:
-                near = self._kept_near(c, fleeting_of.get(c), spared, held) if self.placed else 0.0
-                self.problem.add_unary("compute", v, traffic_seconds((by_class[c] - near) * self.fraction[c], self.chip))
-            if from_host[c]:  # the batch comes anew each step, what is offloaded goes and comes: each device gets its piece
-                self.problem.add_unary("prefetch", v, from_host[c] / self.pieces[c] / self.chip.host_bandwidth)
-
-    def _placed(self) -> OnChip | None:
-        devices = math.prod(self.mesh.sizes)
-        return place_on_chip(self.variant, self.groups, self.chip, devices) if self.chip.vmem_bytes else None
-
-    def _kept_near(self, c: int, mine: np.ndarray | None, spared: np.ndarray, held: np.ndarray) -> np.ndarray | float:
-        """Of the bytes that class ``c`` moves, those of its short-lived buffers (``mine``, by size) that fit on-chip memory, by state."""
-        if mine is None:
-            return 0.0
-        fitting = np.searchsorted(held[mine], capacity(self.chip) / self.fraction[c], side="right")
-        return np.concatenate([[0.0], np.cumsum(spared[mine])])[fitting]
-
-    def _operation_compute(self) -> None:
-        count: dict[tuple, float] = defaultdict(float)
-        first: dict[tuple, tuple[Operation, Near]] = {}
-        for op in self.groups.operations:
-            for times, near in self.runs(op):
-                read, written = ((op.operands, near.read), (op.results, near.written))
-                sizes = [known.get((op.node.id, o.value)) for side, known in (read, written) for o in side]
-                key = self.var("operation", op.node.id), *sizes
-                count[key] += times
-                first.setdefault(key, (op, near))
-        for (v, *sizes), (op, near) in first.items():
-            seconds = operation_seconds(op, self.values, self.states[v], self.mesh.sizes, self.chip, near)
-            self.problem.add_unary("compute", v, count[v, *sizes] * seconds)
-            if op.rule.halo:
-                waited = [SIDES * sum(s for _, _, s in self.halo_collectives(op, state)) for state in self.states[v]]
-                self.problem.add_unary("blocking", v, count[v, *sizes] * np.array(waited))
-
     def runs(self, op: Operation) -> list[tuple[float, Near]]:
         """How often a node runs in a step, and what of it is on chip then: as written, and made again."""
-        placed, extra = self.placed, self.variant.extra.get(op.node.id, 0)
-        both = (self.groups.times[op.node.id], placed.near if placed else Near()), (extra, placed.again if placed else Near())
+        both = (self.groups.times[op.node.id], self.placed.near), (self.variant.extra.get(op.node.id, 0), self.placed.again)
         return [(times, near) for times, near in both if times]
 
     def halo_collectives(self, op: Operation, state: np.ndarray) -> list[tuple[float, tuple[int, ...], float]]:

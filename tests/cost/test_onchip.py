@@ -155,7 +155,7 @@ def test_a_slice_is_read_from_hbm_once():
 @pytest.mark.parametrize(("target", "stays"), [("v5e:1", True), ("v5p:1x1x1", False)])
 def test_two_cores_make_a_dots_result_in_hbm(target, stays):
     graph, _, placed = found(lambda x, w: jnp.tanh(x @ w) @ w, array(512, 512), array(512, 512), target=target)
-    first, second = dots(graph)
+    _, second = dots(graph)
     assert ((second.id, second.inputs[0]) in placed.near.read) is stays
     assert bool(placed.near.written) is stays
 

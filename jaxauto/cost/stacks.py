@@ -1,0 +1,28 @@
+"""What compilers do with the stacks of a loop beside writing each slice and reading each stack once, as seen in their schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from jaxauto.core import OPERATIONS, Kind, LinkKind, Node, Value
+
+
+def stack_passes(node: Node, values: Mapping[int, Value], platform: str, kind: Callable[[Node], Kind]) -> Iterator[tuple[int, int]]:
+    """(stack, passes over all of it) of a loop.
+
+    - XLA:GPU fills each stack with zeros first, makes each slice in memory of its own and copies it there (three passes), and copies a
+      slice out again for a dot or convolution (two).
+    - XLA:TPU fills the stacks of a loop that runs backward with zeros, and reads a slice that only goes from one stack to another.
+    - XLA:CPU does neither.
+    """
+    sliced = {link.target: link.source for link in node.links if link.kind is LinkKind.XS}
+    for link in node.links:
+        if link.kind is LinkKind.YS and platform == "gpu":
+            yield link.target, 3
+        elif link.kind is LinkKind.YS and platform == "tpu":
+            if node.params.get("reverse"):
+                yield link.target, 1
+            if link.source in sliced:
+                yield sliced[link.source], 1
+        elif link.kind is LinkKind.XS and platform == "gpu" and any(kind(user) in OPERATIONS for user in values[link.target].users):
+            yield link.source, 2

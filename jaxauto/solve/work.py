@@ -1,0 +1,64 @@
+"""What the states of groups and operations take of the compute resource: HBM traffic of fused equations, and operations."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxauto.cost.compute import operation_seconds, traffic_seconds
+from jaxauto.cost.halo import SIDES
+from jaxauto.cost.onchip import Near, capacity
+from jaxauto.groups import Operation
+from jaxauto.solve.facts import buffer_runs, offloaded_bytes
+
+if TYPE_CHECKING:
+    from jaxauto.solve.model import Model
+
+
+def add_traffic(model: Model) -> None:
+    """Of buffers, by class; of the host's link too."""
+    b, chip, variant, count = model.buffers, model.chip, model.variant, len(model.classes)
+    runs = model.cached(("runs", variant), lambda: buffer_runs(variant, model.groups))
+    by_class = np.bincount(model.buffer_class, b.bytes_ * (b.reads + b.written) * runs, minlength=count)
+    spared = _spared(model, runs)
+    fed = b.is_input & ~np.isin(variant.origin, list(model.program.known_early))
+    from_host = np.bincount(model.buffer_class, b.bytes_ * fed + offloaded_bytes(variant, model.groups), minlength=count)
+    for c, (v, _) in enumerate(model.classes):
+        if by_class[c]:
+            model.problem.add_unary("compute", v, traffic_seconds((by_class[c] - spared.get(c, 0.0)) * model.fraction[c], chip))
+        if from_host[c]:  # the batch comes anew each step, what is offloaded goes and comes: each device gets its piece
+            model.problem.add_unary("prefetch", v, from_host[c] / model.pieces[c] / chip.host_bandwidth)
+
+
+def _spared(model: Model, runs: np.ndarray) -> dict[int, np.ndarray]:
+    """Class → of the bytes that it moves, those of its buffers that fit on-chip memory, by state."""
+    b, placed, found = model.buffers, model.placed, {}
+    spared = b.bytes_ * (b.reads * placed.reads + b.written * placed.written) * runs
+    short = np.nonzero(spared)[0]
+    short = short[np.lexsort((placed.bytes_[short], model.buffer_class[short]))]
+    classes, first = np.unique(model.buffer_class[short], return_index=True)
+    for c, mine in zip(classes.tolist(), np.split(short, first[1:]), strict=False):
+        fitting = np.searchsorted(placed.bytes_[mine], capacity(model.chip) / model.fraction[c], side="right")
+        found[c] = np.concatenate([[0.0], np.cumsum(spared[mine])])[fitting]
+    return found
+
+
+def add_operations(model: Model) -> None:
+    """Of operations, in each of their runs, and what they wait for at the edges of windows."""
+    count: dict[tuple, float] = defaultdict(float)
+    first: dict[tuple, tuple[Operation, Near]] = {}
+    for op in model.groups.operations:
+        for times, near in model.runs(op):
+            sides = (op.operands, near.read), (op.results, near.written)
+            key = model.var("operation", op.node.id), *(known.get((op.node.id, o.value)) for side, known in sides for o in side)
+            count[key] += times
+            first.setdefault(key, (op, near))
+    for key, (op, near) in first.items():
+        v = key[0]
+        seconds = operation_seconds(op, model.values, model.states[v], model.mesh.sizes, model.chip, near)
+        model.problem.add_unary("compute", v, count[key] * seconds)
+        if op.rule.halo:
+            waited = [SIDES * sum(s for _, _, s in model.halo_collectives(op, state)) for state in model.states[v]]
+            model.problem.add_unary("blocking", v, count[key] * np.array(waited))
