@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from jaxauto.core import OPERATIONS, Node, OpRule
 from jaxauto.cost.compute import traffic_seconds
 from jaxauto.cost.fusion import find_buffers
@@ -57,8 +55,7 @@ class Traffic:
     def _off_chip(self, placed: Any) -> Buffers:
         """The program's, without the passes that do not go through HBM."""
         b = self.program.buffers
-        cut = np.array([self.program.pieces(int(n)) for n in b.ids])
-        fits = placed.bytes_ / cut <= capacity(self.chip)
+        fits = b.bytes_ / [self.program.pieces(int(n)) for n in b.ids] <= capacity(self.chip)
         return replace(b, reads=b.reads * (1 - placed.reads * fits), written=b.written * (1 - placed.written * fits))
 
 

@@ -3,7 +3,8 @@
 An array stays on chip from where it is made, or from one use of it, to the next use, if that comes soon enough and there is room. The
 compiler goes through the arrays by what HBM traffic each would save for the root of its size; so do we. What it does not do is keep an
 array for longer than it takes to copy on-chip memory full a few times (``xla_msa_max_overlap_to_mem_size_async_copy_ratio``).
-What a loop's trip takes from a stack, and what all its trips read, are arrays too: the first use in a trip reads them from HBM.
+What all trips of a loop read is an array of each trip too, unless it stays throughout. What a trip takes from a stack comes from HBM for
+each use: its slice is made in the fusion that reads it.
 """
 
 from __future__ import annotations
@@ -37,17 +38,15 @@ class Near(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """What of each buffer's traffic stays on chip, if what must fit there fits.
+    """What of each buffer's traffic stays on chip, if the buffer fits there.
 
     Attributes:
-      reads: share of what fused equations read of it; written: whether it is never in HBM; bytes_: what must fit, whole: of a stack a
-        trip's slice. All ``[buffers]``.
+      reads: share of what fused equations read of it; written: whether it is never in HBM. Both ``[buffers]``.
       near: what operations read and make there.
     """
 
     reads: np.ndarray
     written: np.ndarray
-    bytes_: np.ndarray
     near: Near = field(default_factory=Near)
 
 
@@ -79,11 +78,11 @@ class _Use:
 
 @dataclass
 class _Array:
-    """A buffer, or what a loop's trip is given. ``bytes_``: whole. ``owner``: index of the buffer. ``begin``: where it is made; None if
+    """A buffer, or what a loop's trips know it as. ``bytes_``: whole. ``owner``: index of the buffer. ``begin``: where it is made; None if
     it is in HBM from the start. ``written``: of its bytes, those that take time to write. ``stays``: it may be written on chip alone."""
 
     bytes_: float
-    owner: int | None
+    owner: int
     begin: int | None
     written: float = 0.0
     stays: bool = False
@@ -147,15 +146,13 @@ class _Placement:
             if link.kind is LinkKind.CARRY:
                 for root in roots:
                     self.arrays[root].uses.append(_Use(end, 0.0, by=(node.id, -1)))
-            if link.kind not in (LinkKind.INIT, LinkKind.CONST, LinkKind.XS) or not roots:
-                continue
-            inside = None
-            if link.kind is not LinkKind.INIT and link.target not in self.arrays:
-                bytes_, owner = float(value_bytes(self.graph.values[link.target])), self.arrays[roots[0]].owner
-                inside = self.arrays[link.target] = _Array(bytes_, owner, None)
-            for root in roots:
-                whole = inside if link.kind is LinkKind.CONST and root == link.source else None
-                self.arrays[root].uses.append(_Use(begin, 0.0, by=(node.id, -1), inside=whole, until=end))
+            if link.kind is LinkKind.CONST and link.source in self.arrays and link.target not in self.arrays:
+                outer = self.arrays[link.source]
+                inside = self.arrays[link.target] = _Array(outer.bytes_, outer.owner, None)
+                outer.uses.append(_Use(begin, 0.0, by=(node.id, -1), inside=inside, until=end))
+            elif link.kind in (LinkKind.INIT, LinkKind.CONST, LinkKind.XS):
+                for root in roots:
+                    self.arrays[root].uses.append(_Use(begin, 0.0, by=(node.id, -1)))
 
     def _operation(self, node: Node, rule: OpRule, at: int) -> None:
         held = self.buffers.held
@@ -245,16 +242,12 @@ class _Placement:
 
     def _placed(self) -> Placed:
         n = len(self.buffers.ids)
-        fused, near, fits = np.zeros(n), np.zeros(n), np.zeros(n)
+        fused, near = np.zeros(n), np.zeros(n)
         written = np.zeros(n, bool)
         for array in self.arrays.values():
-            if array.owner is None:
-                continue
             uses = [u for u in array.uses if u.by is None]
             fused[array.owner] += len(uses)
             near[array.owner] += sum(u.near for u in uses)
-            if array.begin is not None or any(u.near for u in uses):
-                fits[array.owner] = max(fits[array.owner], array.bytes_)
             written[array.owner] |= array.stays and bool(array.uses)
         near_by: dict[tuple[int, int], bool] = {}
         for by, found in ((u.by, u.near) for array in self.arrays.values() for u in array.uses if u.by is not None):
@@ -262,7 +255,6 @@ class _Placement:
         return Placed(
             near / np.maximum(fused, 1),
             written,
-            fits,
             Near(
                 {by: self._bytes(h) for by, h in self.read.items() if self._known(h) and near_by[by]},
                 {by: self._bytes(h) for by, h in self.made.items() if self._known(h) and all(self._stays(x) for x in h)},

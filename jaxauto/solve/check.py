@@ -358,8 +358,7 @@ class _Answer:
             times = self.model.groups.times[node.id] if node else 1
             if variant.stacked[k]:
                 times = max(1.0, times / variant.rewritten.graph.values[int(b.ids[k])].shape[0])
-            fits = b.bytes_[k] and float(self.placed.bytes_[k]) * local / float(b.bytes_[k]) <= room
-            spared = b.reads[k] * self.placed.reads[k] + b.written[k] * self.placed.written[k] if fits else 0.0
+            spared = b.reads[k] * self.placed.reads[k] + b.written[k] * self.placed.written[k] if local <= room else 0.0
             yield k, local * float(b.reads[k] + b.written[k] - spared) * times, pieces
 
     def in_hbm(self) -> Iterator[tuple[int, int, float]]:

@@ -20,7 +20,6 @@ class OnChip:
 
     reads: np.ndarray
     written: np.ndarray
-    bytes_: np.ndarray
     near: Near = field(default_factory=Near)
     again: Near = field(default_factory=Near)
 
@@ -29,7 +28,7 @@ def place_on_chip(variant: Variant, groups: Groups, chip: Any, devices: int) -> 
     """What of a variant stays on chip, on ``devices`` that share all evenly."""
     if not capacity(chip):
         none = np.zeros(len(variant.buffers.ids))
-        return OnChip(none, none > 0, none)
+        return OnChip(none, none > 0)
     graph, origin, values = variant.rewritten.graph, variant.rewritten.origin, groups.graph.values
     known = {op.node.id: op.rule for op in groups.operations}
     made: dict[int, Node] = {}  # node of an operation → the node as written
@@ -46,4 +45,4 @@ def place_on_chip(variant: Variant, groups: Groups, chip: Any, devices: int) -> 
         for (node, x), size in table.items():
             if node in made:
                 tables[node in copies][k][made[node].id, origin.get(x, x)] = size
-    return OnChip(placed.reads, placed.written, placed.bytes_, *tables)
+    return OnChip(placed.reads, placed.written, *tables)

@@ -37,10 +37,10 @@ def _spared(model: Model, runs: np.ndarray) -> dict[int, np.ndarray]:
     b, placed, found = model.buffers, model.placed, {}
     spared = b.bytes_ * (b.reads * placed.reads + b.written * placed.written) * runs
     short = np.nonzero(spared)[0]
-    short = short[np.lexsort((placed.bytes_[short], model.buffer_class[short]))]
+    short = short[np.lexsort((b.bytes_[short], model.buffer_class[short]))]
     classes, first = np.unique(model.buffer_class[short], return_index=True)
     for c, mine in zip(classes.tolist(), np.split(short, first[1:]), strict=False):
-        fitting = np.searchsorted(placed.bytes_[mine], capacity(model.chip) / model.fraction[c], side="right")
+        fitting = np.searchsorted(b.bytes_[mine], capacity(model.chip) / model.fraction[c], side="right")
         found[c] = np.concatenate([[0.0], np.cumsum(spared[mine])])[fitting]
     return found
 
