@@ -348,7 +348,7 @@ def test_one_device_is_what_the_planner_believes_of_it(name, target):
     believed = jaxauto.plan(step, *args, target=target, mesh={"data": 1}, remat="off", certify=False).estimate
     assert prof.peak_memory == pytest.approx(believed.peak_memory)
     assert prof.matmul_flops == believed.flops
-    assert prof.seconds == pytest.approx(believed.step_time, rel=0.02)
+    assert prof.seconds == pytest.approx(believed.compute_time, rel=1e-6)
     for kind in ("parameters", "optimizer state", "activations kept", "gradients and updates"):
         assert prof.memory.get(kind, 0.0) == pytest.approx(believed.memory[kind], rel=0.01, abs=0.002 * prof.peak_memory)
 

@@ -79,7 +79,7 @@ def test_a_plan_without_room_gives_way_and_says_so(monkeypatch, roomy):
 
 
 def test_room_that_takes_too_much_time_is_not_taken(monkeypatch, roomy):
-    monkeypatch.setattr(reserve, "_DEAREST", 0.01)
+    monkeypatch.setattr(reserve, "_DEAREST", 1e-4)
     plan, _ = tight(roomy)
     assert plan.estimate.step_time == roomy.estimate.step_time
     assert plan.notes[-1].startswith("the compiler's heap may take")
