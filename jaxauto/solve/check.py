@@ -22,6 +22,7 @@ from jaxauto.graph import HOST, value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.check_ring import padding, ring_seconds
 from jaxauto.solve.facts import read_together, spatial_dims
+from jaxauto.solve.loops import accumulated, shadows
 from jaxauto.solve.model import Model
 from jaxauto.solve.onchip import place_on_chip
 from jaxauto.solve.problem import HIDDEN_SHARE, RESOURCES
@@ -120,6 +121,8 @@ class _Answer:
         self.operation: dict[int, Where] = {op.node.id: chosen[model.variable["operation", op.node.id]] for op in model.groups.operations}
         self.together = read_together(model.variant, model.groups, model.program.known_early)
         self.placed = place_on_chip(model.variant, model.groups, model.chip, math.prod(self.sizes))
+        self.shadows = shadows(model.groups, model.chip, math.prod(self.sizes))
+        self.once = accumulated(model.groups)
         self.seen: dict[tuple, tuple[float, float]] = {}  # passages that were met before
 
     def where(self, state: Where, dims: Sequence[int]) -> Where:
@@ -152,20 +155,22 @@ class _Answer:
             for o in op.operands:
                 part = self.passage(self.holder(o), self.operand(op, o), self.bytes_of(o.value))
                 again = self.model.groups.times[op.node.id] if (op.node.id, o.value) in self.together else 0
-                self.charge(total, self.resource(o.value, -1), times - again, part)
+                self.charge(total, self.resource(o.value, -1), times - again, part, op.node.id)
             for o in op.results:
                 longer = self.windowed(op, o)
                 part = self.passage(
                     self.operand(op, o), self.holder(o), self.bytes_of(o.value), self.partial(op, o), beside=longer is not None
                 )
-                self.charge(total, self.resource(-1, o.value), times, part)
+                whole = self.operand(op, o) == self.holder(o) and self.model.chip.platform == "gpu"
+                once = self.once.get(o.value, 1) if whole else 1
+                self.charge(total, self.resource(-1, o.value), times, (part[0] / once, part[1] / once), op.node.id)
                 total["compute"] += times * (longer or 0.0)
         outputs = {x for x in self.model.groups.graph.outputs if isinstance(x, int)}
         for e in self.model.groups.edges:
             times = e.times + self.model.variant.extra.get(e.node, 0)
             for part in self.edge(e):
                 ends = e.node == -1 and e.value in outputs
-                self.charge(total, "blocking" if ends else self.resource(e.value, e.result), times, part)
+                self.charge(total, "blocking" if ends else self.resource(e.value, e.result), times, part, e.node)
         for exchanged in self.halos():
             total["blocking"] += exchanged
         for sent, pieces in self.sent():
@@ -203,9 +208,11 @@ class _Answer:
                 group, dims = groups.place[number]
                 yield value_bytes(self.model.values[number]) * times.get(number, 1), self.pieces(self.where(self.group[group], dims))
 
-    def charge(self, total: dict[str, float], resource: str, times: int, part: tuple[float, float]) -> None:
-        total[resource] += times * part[0]
-        total["blocking"] += times * part[1]
+    def charge(self, total: dict[str, float], resource: str, times: int, part: tuple[float, float], node: int) -> None:
+        """In a loop nothing hides for longer than a trip works."""
+        hidden = min(part[0], self.shadows.get(node, math.inf))
+        total[resource] += times * hidden
+        total["blocking"] += times * (part[1] + part[0] - hidden)
 
     def resource(self, source: int, target: int) -> str:
         """What a passage takes: it can be prefetched or put off where its value is known early, or only the update reads its result."""

@@ -32,6 +32,7 @@ from jaxauto.graph import value_bytes
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
 from jaxauto.solve.facts import narrowing, read_together, spatial_dims
 from jaxauto.solve.fold import Key
+from jaxauto.solve.loops import accumulated, hidden_seconds, shadows
 from jaxauto.solve.onchip import place_on_chip
 from jaxauto.solve.positions import edge_layout, moved_share, reduced_factors
 from jaxauto.solve.problem import MemoryRow, Problem
@@ -75,6 +76,8 @@ class Model:
         self.narrowing = self.cached(("narrowing",), lambda: narrowing(program.groups))
         self.together = self.cached(("together", variant), lambda: read_together(variant, program.groups, program.known_early))
         self.placed = self.cached(("placed", variant), lambda: place_on_chip(variant, self.groups, chip, math.prod(mesh.sizes)))
+        self.shadows = self.cached(("shadows",), lambda: shadows(program.groups, chip, math.prod(mesh.sizes)))
+        self.summed_once = self.cached(("summed once",), lambda: accumulated(program.groups) if chip.platform == "gpu" else {})
         self.final = frozenset(x for x in self.groups.graph.outputs if isinstance(x, int))
         self.operation_of: dict[int, Operation] = {}
         self.operations_at: dict[int, list[Operation]] = defaultdict(list)  # position → what runs there
@@ -241,20 +244,25 @@ class Model:
         for e in self.groups.edges:
             a, b = self.var("group", e.source), self.var("group", e.target)
             resource = self.edge_resource(e)
-            key = (a, b, e.dims, e.reduced, self.edge_bytes(e), self.passage_bytes(e.result), resource)
+            key = (a, b, e.dims, e.reduced, self.edge_bytes(e), self.passage_bytes(e.result), resource, self.shadow(e.node))
             count[key] += e.times + self.variant.extra.get(e.node, 0)
-        for (a, b, dims, reduced, bytes_, result_bytes, resource), times in count.items():
+        for (a, b, dims, reduced, bytes_, result_bytes, resource, shadow), times in count.items():
             table = self.cached(
                 ("edge", a, b, dims, reduced, bytes_, result_bytes),
                 lambda a=a, b=b, dims=dims, reduced=reduced, n=bytes_, m=result_bytes: self.edge_table(
                     self.states[a], self.states[b], dims, reduced, n, m
                 ),
             )
-            self._add_passage(resource, a, b, times, table)
+            self._add_passage(resource, a, b, times, table, shadow)
 
-    def _add_passage(self, resource: str, a: int, b: int, times: float, tables: np.ndarray) -> None:
-        """``tables``: of ``passage_tables``; what is waited for is never prefetched."""
-        for kind, table in zip((resource, "blocking"), tables, strict=True):
+    def shadow(self, node: int) -> float:
+        """Seconds of work that a collective of a node can hide behind, if it can hide at all."""
+        return self.shadows.get(node, math.inf)
+
+    def _add_passage(self, resource: str, a: int, b: int, times: float, tables: np.ndarray, shadow: float) -> None:
+        """``tables``: of ``passage_tables``; what is waited for is never prefetched, nor what takes longer than there is work beside it."""
+        hidden = hidden_seconds(tables[0], shadow)
+        for kind, table in (resource, hidden), ("blocking", tables[1] + (tables[0] - hidden)):
             if table.any():
                 self.problem.add_pair(kind, a, b, times * table)
 
@@ -276,16 +284,17 @@ class Model:
             for o in op.operands:
                 g = self.var("group", o.group)
                 resource = self.resource_of(o.value, -1)
-                key = (g, v, tuple(d for d, _ in o.dims), factor_dims(op, o), self.passage_bytes(o.value), resource)
+                dims, factors = tuple(d for d, _ in o.dims), factor_dims(op, o)
+                key = (g, v, dims, factors, self.passage_bytes(o.value), resource, self.shadow(op.node.id))
                 count[key] += self.fetches(op, o)
-        for (g, v, dims, factors, bytes_, resource), times in count.items():
+        for (g, v, dims, factors, bytes_, resource, shadow), times in count.items():
             table = self.cached(
                 ("operand", g, v, dims, factors, bytes_),
                 lambda g=g, v=v, dims=dims, factors=factors, n=bytes_: passage_tables(
                     project(self.states[g], dims), project(self.states[v], factors), n, self.mesh
                 ),
             )
-            self._add_passage(resource, g, v, times, table)
+            self._add_passage(resource, g, v, times, table, shadow)
 
     def _results(self) -> None:
         count: dict[tuple, float] = defaultdict(float)
@@ -295,23 +304,28 @@ class Model:
             for o in op.results:
                 key = (
                     *(v, self.var("group", o.group), factor_dims(op, o), tuple(d for d, _ in o.dims)),
-                    *(reduced_factors(op, o), self.passage_bytes(o.value), self.inside(op), self.resource_of(-1, o.value)),
+                    *(reduced_factors(op, o), self.passage_bytes(o.value), self.inside(op), self.summed_once.get(o.value, 1)),
+                    *(self.resource_of(-1, o.value), self.shadow(op.node.id)),
                 )
                 count[key] += self.again(op.node.id)
                 first.setdefault(key, (op, o))
         for key, times in count.items():
-            v, g, *_, resource = key
-            passage, longer = self.cached(("result", *key[:-1]), lambda key=key: self.result_tables(*first[key], *key[:-1]))
-            self._add_passage(resource, v, g, times, passage)
+            v, g, *_, resource, shadow = key
+            passage, longer = self.cached(("result", *key[:-2]), lambda key=key: self.result_tables(*first[key], *key[:-2]))
+            self._add_passage(resource, v, g, times, passage, shadow)
             if longer.any():
                 self.problem.add_pair("compute", v, g, times * longer)
 
-    def result_tables(self, op: Operation, o: Operand, v: int, g: int, factors, dims, reduced, bytes_: float, inside) -> tuple:
+    def result_tables(self, op: Operation, o: Operand, v: int, g: int, factors, dims, reduced, bytes_: float, inside, trips: int) -> tuple:
         """(tables of the passage from a strategy to the group of a result, seconds that a dot takes longer in a windowed einsum)."""
         partial = np.isin(self.states[v], reduced) if reduced else np.zeros(self.states[v].shape, bool)
         target = project(self.states[g], dims)
         beside, longer = windowed(op, o, self.values, self.states[v], target, partial, self.mesh, self.chip, inside)
-        return passage_tables(project(self.states[v], factors), target, bytes_, self.mesh, partial, beside), longer
+        source = project(self.states[v], factors)
+        tables = passage_tables(source, target, bytes_, self.mesh, partial, beside)
+        if trips > 1:  # what is summed whole and stays where it is, is summed after the loop
+            tables[:, (source[:, None] == target).all(-1)] /= trips
+        return tables, longer
 
     def inside(self, op: Operation) -> tuple[int, ...]:
         """Operands of a dot that are made as they are read."""
@@ -352,7 +366,8 @@ class Model:
                 there = project(self.state(x, "group", o.group)[None], tuple(d for d, _ in o.dims))[0]
                 beside = partial.any() and windowed(op, o, self.values, strategy[None], there[None], partial[None], self.mesh, self.chip)[0]
                 steps = self._passage(here, there, self.passage_bytes(o.value), partial, beside=bool(np.any(beside)))
-                found += [(k, n, axes, again, s, self.resource_of(-1, o.value), op.node.id) for k, n, axes, s in steps]
+                once = self.summed_once.get(o.value, 1) if (here == there).all() else 1
+                found += [(k, n, axes, again / once, s, self.resource_of(-1, o.value), op.node.id) for k, n, axes, s in steps]
         return found
 
     def _passage(self, here: np.ndarray, there: np.ndarray, bytes_: float, partial: np.ndarray | None = None, *, beside: bool = False):

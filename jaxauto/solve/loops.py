@@ -1,0 +1,65 @@
+"""What loops change for collectives: how much work a trip has to hide them, and which sums are made after the loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxauto.core import LinkKind, Node
+from jaxauto.cost.compute import operation_flops, traffic_seconds
+from jaxauto.graph import value_bytes, walk
+from jaxauto.groups import Groups, Operation
+
+_ADDS = frozenset({"add", "add_any"})
+_MOVES = frozenset({"transpose", "reshape", "convert_element_type", "copy"})
+
+
+def shadows(groups: Groups, chip: Any, devices: int) -> Mapping[int, float]:
+    """Node id → seconds that one trip of the innermost loop around it takes one of ``devices`` that share its operations evenly.
+
+    A collective of a trip hides behind the trip's own work: its result is there before the next one. Nodes outside of loops are not in it.
+    """
+    operations = {op.node.id: op for op in groups.operations}
+    found: dict[int, float] = {}
+    for loop in walk(groups.graph):
+        for body in loop.bodies:
+            runs = groups.times[loop.id] * loop.trips
+            inner = [n for n in walk(body) if n.id in operations]
+            seconds = sum(_seconds(operations[n.id], groups, chip) * groups.times[n.id] / runs for n in inner) / devices
+            found.update(dict.fromkeys((n.id for n in body.nodes), seconds))
+    return found
+
+
+def _seconds(op: Operation, groups: Groups, chip: Any) -> float:
+    values = groups.graph.values
+    bytes_ = sum(value_bytes(values[o.value]) for o in (*op.operands, *op.results))
+    dtype = values[op.operands[0].value].dtype if op.operands else "float32"
+    return max(operation_flops(op) / (chip.flops_efficiency * chip.peak_flops(dtype)), traffic_seconds(bytes_, chip))
+
+
+def accumulated(groups: Groups) -> Mapping[int, int]:
+    """Value that a loop only adds to a carry, which nothing else in the loop reads → trips of the loop.
+
+    XLA:GPU sums it over devices after the loop, once (WhileLoopAllReduceCodeMotion), if the sum is whole on each device.
+    """
+    found: dict[int, int] = {}
+    values = groups.graph.values
+    for loop in walk(groups.graph):
+        for link in (e for e in loop.links if e.kind is LinkKind.CARRY):
+            node, carry = values[link.source].producer, values[link.target]
+            if node is None or node.prim not in _ADDS or carry.users != [node] or values[link.source].users:
+                continue
+            user: Node | None = node
+            x = next((x for x in node.inputs if isinstance(x, int) and x != link.target), None)
+            while x is not None and user is not None and values[x].users == [user]:
+                found[x] = loop.trips
+                user = values[x].producer
+                moves = user is not None and user.prim in _MOVES
+                x = user.inputs[0] if moves and user is not None and isinstance(user.inputs[0], int) else None
+    return found
+
+
+def hidden_seconds(seconds: Any, shadow: float) -> Any:
+    """Of the seconds of a collective that can run beside other work, those for which there is work."""
+    return seconds if shadow == math.inf else seconds.clip(max=shadow)

@@ -1,0 +1,71 @@
+"""What hides behind a trip of a loop, and what is summed after the loop."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxauto
+from jaxauto import planner
+from jaxauto.graph import walk
+from jaxauto.solve.loops import accumulated, hidden_seconds, shadows
+from jaxauto.targets.target import Target
+
+WIDTH, TRIPS, BATCH = 256, 64, 64
+
+
+def step(w, x):
+    def loss(w):
+        return jnp.sum(jax.lax.scan(lambda h, now: (jnp.tanh(now + h @ w), None), x[0], x)[0])
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, w, jax.grad(loss)(w))
+
+
+ARGS = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32), jax.ShapeDtypeStruct((TRIPS, BATCH, WIDTH), jnp.float32)
+
+
+def groups_of(fn, *args):
+    return planner.read(fn, args, {}).groups
+
+
+def test_a_gradient_that_a_loop_adds_up_is_summed_once():
+    groups = groups_of(step, *ARGS)
+    found = {groups.graph.values[x].producer.prim: trips for x, trips in accumulated(groups).items()}
+    assert found == {"dot_general": TRIPS, "transpose": TRIPS}
+
+
+@pytest.mark.parametrize("used", ["carry", "term"])
+def test_what_a_trip_reads_is_summed_in_it(used):
+    def fn(w, x):
+        def trip(total, now):
+            term = now @ w
+            return total + term, (total if used == "carry" else term).sum()
+
+        return jax.lax.scan(trip, jnp.zeros((BATCH, WIDTH)), x)
+
+    assert accumulated(groups_of(fn, *ARGS)) == {}
+
+
+def test_a_trip_hides_as_much_as_it_works():
+    chip, groups = Target("h100:8").chip, groups_of(step, *ARGS)
+    dot = next(n for n in walk(groups.graph) if n.prim == "dot_general" and not n.backward)
+    flops, bytes_ = 2 * BATCH * WIDTH * WIDTH, 4 * (2 * BATCH * WIDTH + WIDTH * WIDTH)
+    work = flops / (chip.flops_efficiency * chip.peak_flops("float32"))
+    moved = bytes_ / (chip.bandwidth_efficiency * chip.hbm_bandwidth)
+    found = shadows(groups, chip, 8)
+    assert found[dot.id] == pytest.approx(max(work, moved) / 8)
+    assert all(n.id not in found for n in groups.graph.nodes), "outside of loops anything may hide"
+
+
+def test_of_a_long_collective_only_so_much_is_hidden():
+    assert hidden_seconds(np.array([1.0, 3.0]), 2.0).tolist() == [1.0, 2.0]
+    assert hidden_seconds(np.array([1.0, 3.0]), float("inf")).tolist() == [1.0, 3.0]
+
+
+def test_a_plan_moves_no_gradients_in_the_trips_of_a_short_loop():
+    """A sum over devices in each trip would be 64 collectives, with a dot of a microsecond to hide them."""
+    plan = jaxauto.plan(step, *ARGS, target="h100:8", mesh={"data": 8}, certify=False)
+    assert plan.mesh.shape["data"] == 8
+    assert all(c.count <= 2 for c in plan.estimate.collectives)
