@@ -6,6 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxauto.cost.fusion import find_buffers
+from jaxauto.graph import build, walk
+from jaxauto.rewrite.hoist import hoist
+from jaxauto.rewrite.program import Rewritten
+from jaxauto.rules import rule_for
+from jaxauto.trace import trace
+
 from .test_fusion import array, buffers_of, made_by
 
 X = array(32, 32)
@@ -259,3 +266,72 @@ def test_a_dot_makes_again_what_a_stack_keeps():
     sums, dot = 1, 0.5  # a pass; the dot is charged for weights in bfloat16, and reads scores in float32
     assert reads_of_scores(alone) == pytest.approx(sums + dot, abs=0.01)
     assert reads_of_scores(layer) == pytest.approx(sums + dot + 1, abs=0.01)
+
+
+def passes_over(graph, buffers, shape):
+    """How often fused equations read the buffers of a shape."""
+    return sum(float(r) for n, r in zip(buffers.ids, buffers.reads, strict=True) if graph.values[int(n)].shape == shape)
+
+
+@pytest.mark.parametrize(("alone", "written"), [(True, False), (False, True)])
+def test_on_one_device_the_optimizer_is_made_with_the_gradient(alone, written):
+    """Elsewhere the gradient is summed over devices first."""
+
+    def step(w, m, x):
+        grad = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+        m = 0.9 * m + grad
+        return w - 0.1 * m, m
+
+    shape = 64, 32
+    graph, buffers = buffers_of(step, array(*shape), array(*shape), array(128, 64), donate=(0, 1), platform="tpu", alone=alone)
+    made = [graph.values[int(n)].producer for n in buffers.ids if graph.values[int(n)].shape in (shape, shape[::-1])]
+    assert any(node is not None and node.prim == "dot_general" for node in made) is written
+
+
+def test_what_is_made_of_the_same_arrays_is_made_in_one_pass():
+    """Adam reads the weight, its moments and its gradient once, and none of the moments that it has just made."""
+
+    def adam(w, m, v, g):
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        return w - 0.1 * m * jax.lax.rsqrt(v + 1e-8), m, v
+
+    graph, buffers = buffers_of(adam, X, X, X, X, donate=(0, 1, 2), platform="tpu")
+    assert passes_over(graph, buffers, X.shape) == 4
+
+
+def test_but_not_across_a_sum_that_one_of_them_needs():
+    def fn(x):
+        return x * 2, x - jnp.sum(x)
+
+    graph, buffers = on_tpu(fn, X)
+    assert passes_over(graph, buffers, X.shape) == 3
+
+
+def test_stacks_of_a_loop_that_runs_backward_are_filled_with_zeros():
+    def reads(reverse):
+        graph, buffers = on_tpu(lambda xs: jax.lax.scan(lambda c, x: (c, x @ x), 0.0, xs, reverse=reverse)[1], array(4, 64, 64))
+        return sum(float(r) for n, r in zip(buffers.ids, buffers.reads, strict=True) if int(n) in graph.outputs)
+
+    assert (reads(reverse=True), reads(reverse=False)) == (1.0, 0.0)
+
+
+def test_a_slice_that_goes_from_stack_to_stack_is_read():
+    """Weights that are converted before a loop and kept for another are copied by the loop, slice by slice."""
+
+    def fn(x, ws):
+        def layer(x, w):
+            w = w.astype(jnp.bfloat16)
+            return x @ w, w
+
+        return jax.lax.scan(layer, x, ws)
+
+    traced = trace(fn, (jax.ShapeDtypeStruct((64, 64), jnp.bfloat16), array(4, 64, 64)))
+    graph = hoist(Rewritten(build(traced.jaxpr), {})).graph
+    rules = {node.id: rule_for(node.eqn) for node in walk(graph) if not node.bodies}
+    buffers = find_buffers(graph, rules, frozenset(), "tpu")
+    stacks = {
+        graph.values[int(n)].producer.prim: float(r)
+        for n, r in zip(buffers.ids, buffers.reads, strict=True)
+        if graph.values[int(n)].shape == (4, 64, 64) and int(n) not in graph.inputs
+    }
+    assert stacks == {"convert_element_type": 1.0, "scan": 0.0}
