@@ -4,8 +4,10 @@ A cluster is one dot and the fused values that are made of its result before ano
 - the result itself is not written, nor what only the cluster reads (scores and their maxima before a softmax)     ``Found.absorbed``
 - what needs a sum that takes a pass of its own is not made in it                                                 ``Clusters._first_pass``
 - a result that is written has its own sums and maxima made beside it, without reading it again                   ``Clusters._beside``
+- on one device the optimizer is part of it, with the gradient that the dot makes                               ``Clusters._goes_along``
 - an elementwise operand is not written either: a dot reads what that is made of (a convolution would make it     ``Clusters.feed``
   once for each tap)
+- what is made of the same arrays, or of each other, is made in one pass that reads each array once              ``Clusters._read_once``
 - HBM traffic runs beside the flops: of B bytes only what exceeds ``flops * bytes_per_flop`` costs time            ``Clusters._charge``
 """
 

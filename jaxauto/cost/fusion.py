@@ -4,7 +4,8 @@ The rules are those of XLA's instruction fusion, in outline (instruction_fusion.
 made again inside each of its consumers, unless that would read more arrays than its result is: what is made of two wide arrays gets a
 buffer where it fans out. So do random bits, and on CPU transcendentals, which take long to make (``MADE_ONCE``). Dots, convolutions,
 gathers, loops and reductions write buffers and, reductions excepted, read them; a loop makes a broadcast constant inside its body.
-On TPU dots and convolutions fuse as well, see ``clusters.py``; what XLA:GPU makes in one kernel, sums of rows among it: ``kernels.py``.
+On TPU dots and convolutions fuse as well, see ``clusters.py``; what XLA:GPU makes in one kernel, sums of rows among it: ``kernels.py``;
+what the stacks of loops cost: ``stacks.py``.
 
 What shares memory (buffer assignment, in outline; each line names the function that does it):
 - an output that reuses a donated input, and the loop carry or branch result that becomes it, takes no memory of its own     ``order.py``

@@ -97,14 +97,15 @@ class _Placement:
         self.flop_seconds = 1 / (devices * chip.flops_efficiency * chip.peak_flops("bfloat16"))
         self.shared = chip.cores > 1
         self.capacity, self.patience = capacity(chip), _PATIENCE * chip.vmem_bytes / chip.hbm_bandwidth
+        self.seconds = np.zeros(buffers.length + 1)  # of each position
         self.arrays: dict[int, _Array] = {}
         self.made: dict[tuple[int, int], tuple[int, ...]] = {}  # by an operation → what holds it
         self.read: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def run(self) -> Placed:
         self._meet()
-        seconds, trips = self._times()
-        self.now, self.taken = np.cumsum(seconds), np.zeros(self.buffers.length + 1)
+        trips = self._loops()
+        self.now, self.taken = np.cumsum(self.seconds), np.zeros(self.buffers.length + 1)
         inner = {id(use.inside) for array in self.arrays.values() for use in array.uses}
         for array in sorted(self.arrays.values(), key=lambda a: -self._worth(a, trips)):
             if id(array) not in inner:
@@ -121,6 +122,7 @@ class _Placement:
             begin = None if b.is_input[k] or stack else int(b.start[k])
             stays = begin is not None and not b.is_output[k] and bool(b.end[k] >= b.start[k])
             self.arrays[n] = _Array(float(b.bytes_[k]), k, begin, float(b.written[k]), stays)
+        np.add.at(self.seconds, b.start, b.written * b.bytes_ * self.byte_seconds)
         nodes = list(walk(self.graph))
         for node in (n for n in nodes if n.bodies):
             self._enter(node)
@@ -131,6 +133,7 @@ class _Placement:
             for root in b.read_at.get(node.id, ()):
                 if root in self.arrays:
                     self.arrays[root].uses.append(_Use(at, 1.0))
+                    self.seconds[at] += self.arrays[root].bytes_ * self.byte_seconds
             if node.id in self.operations:
                 self._operation(node, self.operations[node.id], at)
         for array in self.arrays.values():
@@ -158,6 +161,7 @@ class _Placement:
         held = self.buffers.held
         work, moved = (rule.flops or 0.0) * self.flop_seconds, self._moved(node, rule) * self.byte_seconds
         exposed = max(0.0, 1 - work / moved) if moved else 0.0
+        self.seconds[at] += max(work, moved)
         for x in {x for x in node.inputs if isinstance(x, int)}:
             self.read[node.id, x] = wide = self._wide(x)
             for h in (h for h in held.get(x, (x,)) if h in self.arrays):
@@ -180,24 +184,15 @@ class _Placement:
 
     # ----------------------------------------------------------------------------------------------------------------- times
 
-    def _times(self) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of each position, of a loop's first trip, other trips where it ends; and how often each is taken to run."""
-        b = self.buffers
-        seconds, trips = np.zeros(b.length + 1), np.ones(b.length + 1)
-        np.add.at(seconds, b.start, b.written * b.bytes_ * self.byte_seconds)
-        for array in self.arrays.values():
-            for use in (u for u in array.uses if u.by is None):
-                seconds[use.position] += array.bytes_ * self.byte_seconds
-        for node in walk(self.graph):
-            if node.id in self.operations and node.id in b.position:
-                rule = self.operations[node.id]
-                seconds[b.position[node.id]] += max((rule.flops or 0.0) * self.flop_seconds, self._moved(node, rule) * self.byte_seconds)
+    def _loops(self) -> np.ndarray:
+        """How often each position is taken to run; a loop's other trips take their time where it ends."""
+        b, trips = self.buffers, np.ones(self.buffers.length + 1)
         loops = [n for n in walk(self.graph) if n.bodies and n.id in b.loop_start]
-        for node in sorted(loops, key=lambda n: b.position[n.id] - b.loop_start[n.id]):
+        for node in sorted(loops, key=lambda n: b.position[n.id] - b.loop_start[n.id]):  # inner ones first
             first, last = b.loop_start[node.id], b.position[node.id]
-            seconds[last] += (_TRIPS - 1) * seconds[first:last].sum()
+            self.seconds[last] += (_TRIPS - 1) * self.seconds[first:last].sum()
             trips[first:last] *= _TRIPS
-        return seconds, trips
+        return trips
 
     def _worth(self, array: _Array, trips: np.ndarray) -> float:
         """HBM traffic that an array on chip would save, for the root of its size (GetMemoryBoundedness)."""
