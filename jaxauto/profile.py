@@ -18,7 +18,7 @@ from jaxauto.cost.compute import bytes_per_flop
 from jaxauto.cost.fusion import find_buffers
 from jaxauto.cost.layout import minor_dims, padding
 from jaxauto.cost.liveness import live_bytes
-from jaxauto.cost.onchip import capacity, place
+from jaxauto.cost.onchip import in_hbm, place
 from jaxauto.errors import ArgumentError
 from jaxauto.graph import build, multiplicity, value_bytes, walk
 from jaxauto.groups import find_groups
@@ -227,7 +227,7 @@ def _program(traced: Traced, chip: Any) -> Profiled:
     sizes = buffers.bytes_ * np.array([padded(int(n)) for n in buffers.ids])
     placed = place(graph, rules, buffers, chip, 1) if chip is not None and chip.vmem_bytes else None
     if placed is not None:
-        sizes = np.where(placed.written & (sizes <= capacity(chip)), 0.0, sizes)
+        sizes = in_hbm(sizes, placed.written, chip)
     live = live_bytes(buffers, sizes)
     return Profiled(traced, graph, rules, buffers, sizes, live, lambda _: 1.0, lambda _: 1.0, aliased, padded, placed)
 

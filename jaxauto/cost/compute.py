@@ -5,11 +5,12 @@ roofline(flops, bytes) = max(flops / (efficiency Â· peak), bytes / (efficiency Â
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxauto.core import Kind
+from jaxauto.core import Kind, Node, Value
 from jaxauto.cost.layout import padding
 from jaxauto.cost.onchip import Near, capacity
 from jaxauto.graph import value_bytes
@@ -51,6 +52,14 @@ def operation_seconds(
         bytes_ = np.minimum(bytes_, op.rule.bytes_ / shards(state, axis_sizes))
     seconds = traffic_seconds(bytes_, chip)
     return np.maximum(seconds, matrix_seconds(op, values, state, axis_sizes, chip)) if op.rule.kind in _MATRIX else seconds
+
+
+def unsplit_seconds(node: Node, op: Operation | None, values: Mapping[int, Value], chip: Any) -> float:
+    """Seconds of one run of a whole node, ``op`` if it is an operation: a roofline."""
+    seconds = float(traffic_seconds(sum(value_bytes(values[x]) for x in {*node.inputs, *node.outputs} if isinstance(x, int)), chip))
+    if op is None or op.rule.kind not in _MATRIX:
+        return seconds
+    return max(seconds, operation_flops(op) / (chip.flops_efficiency * chip.peak_flops(values[op.operands[0].value].dtype)))
 
 
 def may_be_minor(op: Operation, operand: Operand) -> tuple[int, ...]:

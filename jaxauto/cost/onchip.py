@@ -55,6 +55,11 @@ def capacity(chip: Any) -> float:
     return chip.vmem_bytes - min(RESERVED, chip.vmem_bytes / 4)
 
 
+def in_hbm(sizes: Any, stays: Any, chip: Any) -> Any:
+    """Bytes of HBM of arrays of ``sizes`` bytes on one device, of which those that ``stays`` tells of are on chip alone if they fit."""
+    return np.where(stays & (sizes <= capacity(chip)), 0.0, sizes)
+
+
 def place(graph: Graph, rules: Mapping[int, OpRule], buffers: Buffers, chip: Any, devices: int) -> Placed:
     """Where the buffers of a program are, if each of ``devices`` has an equal part of every array and of all work.
 

@@ -28,9 +28,9 @@ def schedule(graph: Graph, reads: Callable[[Node], bool] | None = None) -> list[
             after.add(node.id)
         elif begun and not node.backward and not node.bodies:
             free.append(node)
+        moves = begun and not node.backward and not node.bodies
+        index[node.id] = max((index[p.id] for p in producers), default=0) if moves else k
         begun = begun or node.backward
-        ready = max((index[p.id] for p in producers), default=0)
-        index[node.id] = ready if (node.id in after and not node.bodies) or node in free[-1:] else k
     for node in reversed(free):
         users = [index[user.id] for out in node.outputs for user in graph.values[out].users if user.id in index]
         index[node.id] = min(users, default=index[node.id])

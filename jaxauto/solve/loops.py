@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxauto.core import LinkKind, Node
-from jaxauto.cost.compute import operation_flops, traffic_seconds
-from jaxauto.graph import value_bytes, walk
-from jaxauto.groups import Groups, Operation
+from jaxauto.cost.compute import unsplit_seconds
+from jaxauto.graph import walk
+from jaxauto.groups import Groups
 
 _ADDS = frozenset({"add", "add_any"})
 _MOVES = frozenset({"transpose", "reshape", "convert_element_type", "copy"})
@@ -26,16 +26,10 @@ def shadows(groups: Groups, chip: Any, devices: int) -> Mapping[int, float]:
         for body in loop.bodies:
             runs = groups.times[loop.id] * loop.trips
             inner = [n for n in walk(body) if n.id in operations]
-            seconds = sum(_seconds(operations[n.id], groups, chip) * groups.times[n.id] / runs for n in inner) / devices
+            values, times = groups.graph.values, groups.times
+            seconds = sum(unsplit_seconds(n, operations[n.id], values, chip) * times[n.id] / runs for n in inner) / devices
             found.update(dict.fromkeys((n.id for n in body.nodes), seconds))
     return found
-
-
-def _seconds(op: Operation, groups: Groups, chip: Any) -> float:
-    values = groups.graph.values
-    bytes_ = sum(value_bytes(values[o.value]) for o in (*op.operands, *op.results))
-    dtype = values[op.operands[0].value].dtype if op.operands else "float32"
-    return max(operation_flops(op) / (chip.flops_efficiency * chip.peak_flops(dtype)), traffic_seconds(bytes_, chip))
 
 
 def accumulated(groups: Groups) -> Mapping[int, int]:

@@ -25,7 +25,7 @@ from jaxauto.core import MeshAxes
 from jaxauto.cost.compute import factor_dims
 from jaxauto.cost.halo import SIDES, halo_collectives
 from jaxauto.cost.layout import minor_dims, padding
-from jaxauto.cost.onchip import Near, capacity
+from jaxauto.cost.onchip import Near, in_hbm
 from jaxauto.cost.reshard import passage_collectives, passage_tables
 from jaxauto.cost.windowed import made_inside, windowed
 from jaxauto.graph import value_bytes
@@ -149,7 +149,7 @@ class Model:
         by_class = np.bincount(self.buffer_class[alive & ~near], b.bytes_[alive & ~near], minlength=len(self.classes))
         held = {c: float(by_class[c]) * self.fraction[c] for c in np.nonzero(by_class)[0].tolist()}
         for c, bytes_ in zip(self.buffer_class[near].tolist(), b.bytes_[near].tolist(), strict=True):
-            held[c] = held.get(c, 0.0) + self._in_hbm(bytes_ * self.fraction[c])
+            held[c] = held.get(c, 0.0) + in_hbm(bytes_ * self.fraction[c], True, self.chip)
         vectors: dict[int, np.ndarray] = {}
         base = 0.0
         for c, vector in held.items():
@@ -184,11 +184,7 @@ class Model:
         """Bytes of HBM that each buffer takes on one device under solution ``x``."""
         cut = np.array([self.fraction[c][x[v]] for c, (v, _) in enumerate(self.classes)])
         sizes = self.buffers.bytes_ * cut[self.buffer_class]
-        return np.where(self.placed.written, self._in_hbm(sizes), sizes)
-
-    def _in_hbm(self, sizes: np.ndarray) -> np.ndarray:
-        """Of arrays that stay in on-chip memory where they fit: those that do not."""
-        return np.where(sizes > capacity(self.chip), sizes, 0.0)
+        return in_hbm(sizes, self.placed.written, self.chip)
 
     # -------------------------------------------------------------------------------------------------------------- compute
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from jaxauto.blocks import closure, find_blocks
-from jaxauto.core import Graph, Kind, Node, OpRule
-from jaxauto.cost.compute import bytes_per_flop, operation_flops, traffic_seconds
+from jaxauto.core import Graph, Node, OpRule
+from jaxauto.cost.compute import bytes_per_flop, unsplit_seconds
 from jaxauto.cost.fusion import find_buffers
 from jaxauto.cost.liveness import Buffers
 from jaxauto.graph import value_bytes, walk
@@ -179,14 +179,7 @@ class Remat:
 
     def node_seconds(self, node) -> float:
         """Seconds of one unsharded run: a roofline."""
-        values = self.graph.values
-        bytes_ = sum(value_bytes(values[x]) for x in {*node.inputs, *node.outputs} if isinstance(x, int))
-        seconds = traffic_seconds(bytes_, self.chip)
-        op = self.operations.get(node.id)
-        if op is not None and op.rule.kind in (Kind.DOT, Kind.CONV):
-            dtype = values[op.operands[0].value].dtype
-            seconds = max(seconds, operation_flops(op) / (self.chip.flops_efficiency * self.chip.peak_flops(dtype)))
-        return seconds
+        return unsplit_seconds(node, self.operations.get(node.id), self.graph.values, self.chip)
 
     def variant(
         self, kept: Sequence[frozenset[int] | None], offloaded: frozenset[int] = frozenset(), remade: frozenset[int] = frozenset()
