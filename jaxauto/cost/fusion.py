@@ -17,6 +17,8 @@ What only the optimizer does is scheduled as soon as its gradient is there, as s
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import numpy as np
 
 from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule, Value
@@ -75,6 +77,7 @@ class _Fusion:
         self.moved: set[int] = set()  # virtual, and its elements lie elsewhere in its roots
         self.clusters = Clusters(graph.values, rules, rate, alone=alone) if platform == "tpu" else None
         self.kernels = Kernels(graph.values, self.kind) if platform == "gpu" else None
+        self.delayed = (lambda node: self.kind(node) in FUSING) if platform == "gpu" and not alone else None
         self.reads: dict[int, float] = {}
         self.start: dict[int, int] = {}
         self.last: dict[int, int] = {}
@@ -139,8 +142,9 @@ class _Fusion:
             return 4.0 * value.elements
         return value_bytes(value)
 
-    def visit(self, graph: Graph, outputs: set[int]) -> None:
-        for node in schedule(graph, (lambda node: self.kind(node) in _READS) if self.clusters else None):
+    def visit(self, graph: Graph, outputs: set[int], loose: Set[int] = frozenset()) -> None:
+        reads = (lambda node: self.kind(node) in _READS) if self.clusters else None
+        for node in schedule(graph, reads, self.delayed, loose):
             if node.bodies:
                 self.loop(node)
                 continue
@@ -201,7 +205,12 @@ class _Fusion:
             self.made_twice[number] = roots
         if self.kernels:
             self.kernels.meet(node, number, operands, self.virtual)
-            wanted = wanted or self.kernels.leaves(number) or self.kernels.turn(node, number, self.virtual)
+            wanted = (
+                wanted
+                or self.kernels.leaves(number)
+                or self.kernels.is_spread(number, outputs)
+                or self.kernels.turn(node, number, self.virtual)
+            )
             inside = inside or self.kernels.stays(number, outputs)
         fans_out = not (wanted or inside) and self.fans_out(value, roots)
         if fans_out and self.clusters and node.inputs[0] in self.virtual and is_widening(node, self.values):
@@ -241,6 +250,8 @@ class _Fusion:
             return True
         if self.kind(user) not in _READS:
             return False
+        if self.kernels and self.kind(user) is Kind.GATHER and user.inputs[0] == value.id:
+            return False  # XLA:GPU makes the elements that are gathered
         if self.clusters and self.kind(user) is Kind.DOT:
             return self.is_shared(value, roots)
         if not user.bodies or any(link.source == value.id and link.kind is not LinkKind.CONST for link in user.links):
@@ -356,7 +367,7 @@ class _Fusion:
                 self.unwritten.add(number)
             self.virtual.update({link.target: frozenset() for link in node.links if link.target in made})
             self.in_place |= {x for x in outputs & {*stacked.values()} if body.outputs.count(x) == 1 and x not in body.inputs}
-            self.visit(body, outputs)
+            self.visit(body, outputs, {*stacked.values()})
             self.copy_summed()
             for x in outputs:
                 if x not in self.in_place:

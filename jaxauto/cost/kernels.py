@@ -12,8 +12,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxauto.core import Kind, Link, LinkKind, Literal, Node, Value
 from jaxauto.cost.clusters import Found
@@ -21,6 +22,12 @@ from jaxauto.cost.patterns import is_widening
 
 LONGEST = 16384  # elements of a row that one kernel holds; 32,768 are read in parts
 _ELEMENTWISE = frozenset({Kind.VIEW, Kind.CHEAP, Kind.EXPENSIVE})
+_SLICES = frozenset({"slice", "dynamic_slice"})
+Parts = dict[tuple[Any, ...], float]  # (buffer, the slices that are taken of it, one after the other) → share of its elements
+
+
+def whole(roots: Iterable[int]) -> Parts:
+    return {(root,): 1.0 for root in roots}
 
 
 @dataclass
@@ -31,7 +38,7 @@ class _Kernel:
     at: int
     alone: bool
     made: set[int] = field(default_factory=set)
-    reads: set[int] = field(default_factory=set)
+    reads: Parts = field(default_factory=dict)
     size: int = 0
     last: int = 0
 
@@ -44,11 +51,12 @@ class Kernels:
         self.seeds: set[int] = set()
         self.rows: set[int] = set()  # made in kernels that hold rows
         self.orders: dict[int, tuple[int, ...]] = {}  # of what is made of dots: its dimensions as they lie in memory, major first
+        self.parts: dict[int, Parts] = {}  # of its roots, that it is made of
         self.alone: set[int] = set()
         self.stored: dict[int, tuple[frozenset[int], int, bool]] = {}
 
-    def meet(self, node: Node, number: int, operands: list[int], fused: Container[int]) -> None:
-        """A value in program order; ``fused``: values without a buffer."""
+    def meet(self, node: Node, number: int, operands: list[int], fused: Mapping[int, Iterable[int]]) -> None:
+        """A value in program order; ``fused``: values without a buffer, and the buffers that they are made of."""
         if number in self.seeds or any(x in self.rows and x in fused for x in operands):
             self.rows.add(number)
         if self.kind(node) is Kind.DOT:
@@ -58,6 +66,13 @@ class Kernels:
             self.orders[number] = tuple(back[d] for d in self.orders[operands[0]])
         elif self.kind(node) in _ELEMENTWISE and (wide := self._wide(operands, number)):
             self.orders[number] = self.orders[wide[0]]
+        parts: Parts = {}
+        for x in operands:
+            parts.update(self.parts.get(x) or whole(fused[x]) if x in fused else whole((x,)))
+        if node.prim in _SLICES:
+            share = self.values[number].elements / max(self.values[operands[0]].elements, 1)
+            parts = {(root, *cut, str(node.params)): of * share for (root, *cut), of in parts.items()}
+        self.parts[number] = parts
 
     def enter(self, links: Sequence[Link]) -> None:
         """A loop: a trip's slice of a stack lies as the stack does."""
@@ -141,6 +156,42 @@ class Kernels:
         last = self.orders.get(operand, tuple(range(len(self.values[operand].shape))))[-len(axes) :]
         return set(axes) == set(last) and 1 < math.prod(self.values[operand].shape[a] for a in axes) <= LONGEST
 
+    def is_spread(self, number: int, outputs: Set[int]) -> bool:
+        """Whether a seed is written: its kernel ends there, and several others read it.
+
+        It goes on where a sum is combined with what it sums, as in softmax and the norms. In log_softmax the sum of exp(x) is combined
+        with x; where others use the exp, the kernel ends.
+        """
+        if number not in self.seeds or len(self._sinks([number], outputs)) < 2:
+            return False
+        sums = [u for x in self._after(number) for u in self.values[x].users if self.kind(u) is Kind.REDUCE and self.is_row(u)]
+        return any(self._breaks(u, number, outputs) for u in sums)
+
+    def _after(self, number: int) -> list[int]:
+        """A value and what elementwise equations make of it alone."""
+        found = [number]
+        for x in found:
+            new = (out for user in self.values[x].users if self.kind(user) in _ELEMENTWISE for out in user.outputs)
+            found += [out for out in new if out not in found and x in self._trivial(out)]
+        return found
+
+    def _breaks(self, node: Node, seed: int, outputs: Set[int]) -> bool:
+        """Whether a sum is combined with another array made of the seed than it sums; steps on the way that nothing else uses are none."""
+        (operand, *_) = node.inputs
+        assert isinstance(operand, int)
+        source = self._source(operand)
+        ends = self._ends(node.outputs[0], self.values[operand].elements, outputs)
+        with_it = {x for end in ends for x in self._node(end).inputs if isinstance(x, int)}
+        return any(seed in self._trivial(x) and self._source(x) != source for x in with_it)
+
+    def _source(self, number: int) -> int:
+        while len(self.values[number].users) == 1 and (node := self.values[number].producer) is not None:
+            wide = {x for x in node.inputs if isinstance(x, int) and not self._is_scalar(x)}
+            if self.kind(node) not in _ELEMENTWISE or len(wide) != 1 or node.prim == "broadcast_in_dim":
+                break
+            (number,) = wide
+        return number
+
     def stays(self, number: int, outputs: Set[int]) -> bool:
         """Whether something made in a kernel that holds rows is used in that kernel alone."""
         return number in self.rows and len(self._sinks([number], outputs)) == 1
@@ -172,21 +223,28 @@ class Kernels:
                 k = len(kernels)
                 kernels.append(_Kernel(self._elements(number), at, alone))
             kernel = kernels[k]
-            kernel.reads |= roots - kernel.made
+            kernel.reads |= {part: share for part, share in self._parts(number, roots).items() if part[0] not in kernel.made}
             kernel.size += 1
             kernel.last = max(kernel.last, at)
             if self.kind(self._node(number)) is not Kind.REDUCE:
                 kernel.made.add(number)
             for root in (*roots, number):
                 by_root.setdefault(root, []).append(k)
-        read_elsewhere = {root for k in kernels for root in k.reads}
+        read_elsewhere = {root for k in kernels for root, *_ in k.reads}
         for kernel in kernels:
-            for root in kernel.reads:
-                result.reads[root] = result.reads.get(root, 0.0) + 1.0
+            read: dict[int, float] = {}
+            for (root, *_), share in kernel.reads.items():
+                read[root] = min(1.0, read.get(root, 0.0) + share)
+            for root, share in read.items():
+                result.reads[root] = result.reads.get(root, 0.0) + share
             if kernel.size > 1:
                 inside = (number for number in kernel.made - read_elsewhere if not self.stored[number][2])
                 result.absorbed.update(dict.fromkeys(inside, kernel.last))
         return result
+
+    def _parts(self, number: int, roots: Iterable[int]) -> Parts:
+        known = {part: share for part, share in self.parts.get(number, {}).items() if part[0] in roots}
+        return known | whole({*roots} - {root for root, *_ in known})
 
     def _sibling(
         self, number: int, roots: frozenset[int], kernels: list[_Kernel], by_root: Mapping[int, list[int]], start: Mapping[int, int]

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from jaxauto.core import Graph, LinkKind, Node
+from jaxauto.graph import BarrierEqn
 
 
-def schedule(graph: Graph, reads: Callable[[Node], bool] | None = None) -> list[Node]:
+def schedule(
+    graph: Graph,
+    reads: Callable[[Node], bool] | None = None,
+    delayed: Callable[[Node], bool] | None = None,
+    loose: Set[int] = frozenset(),
+) -> list[Node]:
     """Nodes in the order of the program, but what comes after a backward pass (the optimizer) as soon as its operands are there.
 
     Args:
       reads: whether a node wants its operands in memory. What no backward pass needs (the rest of a loss, metrics) comes at the end
         where it makes arrays for such nodes, as XLA:TPU puts off what takes memory. Seen in programs without loops; with loops it was
         at the end in one and at once in three, so there it is taken to come at once, which needs more. None: nothing is put off.
+      delayed: whether a node is put off where no backward pass reads what it makes, as XLA:GPU puts off weight gradients on several
+        devices: to the end of a loop's body, else to where ``rewrite.order`` lets something wait for it. None: nothing is.
+      loose: of a loop's body, the results that no other trip reads.
     """
     if not any(node.backward for node in graph.nodes):
         return graph.nodes
-    index: dict[int, int] = {}
+    index: dict[int, float] = {}
     after: set[int] = set()  # nodes with a backward pass in their history
     free: list[Node] = []  # what an optimizer makes of its state alone: it holds nothing up
     begun = False
+    put_off = _put_off(graph, delayed, loose) if delayed is not None else {}
     for k, node in enumerate(graph.nodes):
         producers = [p for x in node.inputs if isinstance(x, int) and (p := graph.values[x].producer) is not None and p.id in index]
         late = any(p.backward or p.id in after for p in producers)
@@ -29,7 +39,7 @@ def schedule(graph: Graph, reads: Callable[[Node], bool] | None = None) -> list[
         elif begun and not node.backward and not node.bodies:
             free.append(node)
         moves = begun and not node.backward and not node.bodies
-        index[node.id] = max((index[p.id] for p in producers), default=0) if moves else k
+        index[node.id] = max((index[p.id] for p in producers), default=0) if moves else put_off.get(node.id, k)
         begun = begun or node.backward
     for node in reversed(free):
         users = [index[user.id] for out in node.outputs for user in graph.values[out].users if user.id in index]
@@ -40,6 +50,32 @@ def schedule(graph: Graph, reads: Callable[[Node], bool] | None = None) -> list[
         if any(reads(node) and not made.isdisjoint(x for x in node.inputs if isinstance(x, int)) for node in aside):
             index.update(dict.fromkeys((node.id for node in aside), len(graph.nodes)))
     return sorted(graph.nodes, key=lambda node: index[node.id])
+
+
+def _put_off(graph: Graph, delayed: Callable[[Node], bool], loose: Set[int]) -> dict[int, float]:
+    """Node → place in the order, of weight gradients and what is made of them within the backward pass."""
+    ends: set[int] = set()
+    for node in reversed(graph.nodes):
+        if node.backward and not node.bodies and not isinstance(node.eqn, BarrierEqn):
+            users = [u for out in node.outputs for u in graph.values[out].users]
+            kept = {x for x in graph.outputs if isinstance(x, int)}.intersection(node.outputs) if loose else frozenset()
+            if all(not u.backward or u.id in ends for u in users) and kept <= loose and (users or kept):
+                ends.add(node.id)
+    walls = [k for k, node in enumerate(graph.nodes) if node.backward and (node.bodies or isinstance(node.eqn, BarrierEqn))]
+    last = max((k for k, node in enumerate(graph.nodes) if node.backward), default=0)
+    found: dict[int, float] = {}
+    for k, node in enumerate(graph.nodes):
+        if node.id not in ends:
+            continue
+        if delayed(node):
+            coming = [w for w in walls if w > k][:2]
+            waits = coming[0] if coming and graph.nodes[coming[0]].bodies else coming[1] if len(coming) > 1 else last + 1
+            found[node.id] = waits - 0.5 + 0.4 * k / len(graph.nodes)  # one after the other, each with what is made of it
+        else:
+            producers = (graph.values[x].producer for x in node.inputs if isinstance(x, int))
+            if places := [found[p.id] for p in producers if p is not None and p.id in found]:
+                found[node.id] = max(places)
+    return found
 
 
 def _aside(graph: Graph, after: set[int]) -> list[Node]:

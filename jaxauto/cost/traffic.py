@@ -15,7 +15,10 @@ _FREE = frozenset(
 FREE_CALLS = frozenset(
     {"AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding", "AsyncCollectiveStart", "AsyncCollectiveDone"}
 )
-_VIEWS = frozenset({"bitcast", "reshape", "convert", "copy", "transpose"})  # inside a fusion: computed only where a slice asks
+_VIEWS = frozenset({"bitcast", "reshape", "convert", "copy", "transpose"})
+_BINARY = frozenset({"add", "subtract", "multiply", "divide", "maximum", "minimum", "power", "compare", "select"})
+_UNARY = frozenset({"negate", "abs", "exponential", "log", "rsqrt", "sqrt", "tanh", "logistic"})
+_LAZY = _VIEWS | _BINARY | _UNARY  # inside a fusion: computed only where a slice asks
 _SLICES = frozenset({"dynamic-slice", "slice", "gather"})
 _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # in place -> which operand is the update
 HOST = 5  # the memory space of pinned host memory
@@ -116,8 +119,9 @@ def _used(module: Module, computation: Computation, value: Instruction, user: In
         return 0.0
     if user.opcode == "pad" and position == 0 and not user.root:
         return _touched_of_padded(computation, value, user)
-    if user.opcode in _VIEWS and not user.root:
-        return _touched(module, computation, user, depth + 1)
+    if user.opcode in _LAZY and not user.root:
+        written = user.opcode != "bitcast" and any(u.root and u.opcode == "tuple" for u in computation.users.get(user.name, ()))
+        return 1.0 if written else _touched(module, computation, user, depth + 1)
     callee = _callee(module, user)
     if callee is None or position not in callee.parameters:
         return 1.0

@@ -41,7 +41,7 @@ def apply(graph: Graph, decisions: Decisions, mesh: Any, platform: str = "") -> 
     made_again = recompute(graph, chosen, decisions.remade) if chosen else Rewritten(graph, {})
     rewritten = offload(made_again, decisions.offloaded)
     if decisions.in_order is not None:
-        rewritten = in_order(rewritten, decisions.in_order)
+        rewritten = in_order(rewritten, decisions.in_order, alone=mesh.size == 1)
     return evaluator(rewritten.graph, _Constraints(decisions, mesh, rewritten, platform))
 
 
@@ -51,20 +51,10 @@ class _Constraints(Pins):
         self.origin, self.stacked = rewritten.origin, rewritten.stacked
         self.on_cpu = (mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else platform) == "cpu"
         self.awaited: list = []
-        self.summing: list = []  # gradients that are summed over devices: waited for a block later, the sum runs beside the block
-        self.summed: list = []
 
     def barrier(self, arrays: list) -> list:
-        awaited, self.awaited = [*self.awaited, *self.summed], []
-        self.summed, self.summing = self.summing, []
-        if not self.on_cpu:
-            return super().barrier([*arrays, *awaited])[: len(arrays)]
-        return after_last(arrays, awaited)
-
-    def loop(self) -> None:
-        """A compiler that counts memory has finished by then what it can; to wait for it later is to hold it through the loop."""
-        if not self.on_cpu:
-            self.awaited, self.summing, self.summed = [], [], []
+        awaited, self.awaited = self.awaited, []
+        return after_last(arrays, awaited) if self.on_cpu else super().barrier(arrays)
 
     def pinned(self, array: Any, sharding: Sharding, *, stacked: bool = False) -> Any:
         if self.mesh.size == 1 or array.ndim != len(sharding) + stacked or jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -78,10 +68,8 @@ class _Constraints(Pins):
         origin = self.origin.get(number, number)
         for sharding in (self.decisions.made.get(origin), self.decisions.values.get(origin)):
             array = array if sharding is None else self.pinned(array, sharding, stacked=number in self.stacked)
-        if number in self.decisions.finished:
+        if self.on_cpu and number in self.decisions.finished:
             self.awaited.append(array)
-        elif number in (self.decisions.in_order or ()):
-            self.summing.append(array)
         return array
 
     def operand(self, node: Node, index: int, array: Any, operands: list) -> Any:

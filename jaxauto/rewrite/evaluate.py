@@ -24,9 +24,6 @@ class Pins:
         """Called with every operand of every equation, right before it."""
         return array
 
-    def loop(self) -> None:
-        """Called after every loop."""
-
     def barrier(self, arrays: list) -> list:
         """Called for every optimization_barrier: lets ``arrays`` pass together."""
         return list(lax.optimization_barrier(tuple(arrays)))
@@ -81,7 +78,6 @@ def _scan(node: Node, operands: list, pin: Pins) -> list:
     init = [pin.value(number, _as(body, number, array)) for number, array in zip(body.inputs[first:last], init, strict=True)]
     with compat.source_of(node.eqn, node.scope):
         carry, ys = lax.scan(step, init, xs, length=node.trips, reverse=node.reverse, unroll=node.params.get("unroll", 1))
-    pin.loop()
     return [*carry, *ys]
 
 

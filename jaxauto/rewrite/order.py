@@ -2,56 +2,90 @@
 
 XLA:GPU starts early what waits for nothing, and puts off what nothing waits for. A scatter of constants by the labels (the gradient of a
 loss that picks one logit) is made before the forward pass and lies there, as large as the logits, until it is read; the weight gradient of
-the last projection is made after the loops of the backward pass, and the logits' cotangent lies there until then. Two kinds of barriers
-say when: an operation of the backward pass that depends on no forward value waits for the loss, and a loop of the backward pass waits for
-the gradients that come before it.
+the last projection is made after the loops of the backward pass, and the logits' cotangent lies there until then. Barriers say when: an
+operation of the backward pass that depends on no forward value waits for the loss; a loop of the backward pass waits for the gradients
+that come before it; on several devices, where its scheduler counts no memory that the device has, a recomputation waits for those of the
+block before, whose sums over devices run beside a block. What waits for nothing passes for nothing: an array that goes through a barrier
+is read from there on, or the compiler takes it out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 import jax.numpy as jnp
 
 from jaxauto.core import Graph, Node
-from jaxauto.graph import value_bytes
+from jaxauto.graph import BarrierEqn, value_bytes
 from jaxauto.rewrite.program import Program, Rewritten, cotangent_at, read_as, readers_of, renamed, ripeness
 
 _WRITTEN = ("scatter", "scatter-add", "scatter_add", "dot_general", "conv_general_dilated")  # never fused into what reads them
 
 
-def in_order(rewritten: Rewritten, finished: Set[int]) -> Rewritten:
-    """The same program, held to its order. ``finished``: gradients of the straight program that loops of the backward pass wait for."""
+def in_order(rewritten: Rewritten, finished: Set[int], *, alone: bool = True) -> Rewritten:
+    """The same program, held to its order.
+
+    Args:
+      finished: gradients of the straight program that what comes after them in the backward pass waits for.
+      alone: on one device.
+    """
     program = Program(rewritten.graph)
     program.origin.update(rewritten.origin)
     program.stacked |= rewritten.stacked
-    _Order(program, rewritten.graph, finished).run()
+    _Order(program, rewritten.graph, finished, alone=alone).run()
     program.relink(program.top)
     return Rewritten(program.top, program.origin, frozenset(program.stacked), rewritten.host)
 
 
+def late_conversions(nodes: Sequence[Node], finished: Set[int]) -> list[Node]:
+    """Conversions of gradients come right before what reads them: what is read before a barrier does not wait for it."""
+    late: dict[int, Node] = {}  # by result, those that are still to come
+    placed: list[Node] = []
+
+    def place(node: Node) -> None:
+        for x in node.inputs:
+            if isinstance(x, int) and x in late:
+                place(late.pop(x))
+        placed.append(node)
+
+    for node in nodes:
+        (source, *others) = node.inputs or (None,)
+        if node.prim == "convert_element_type" and not others and node.backward and source in finished:
+            late[node.outputs[0]] = node
+        else:
+            place(node)
+    for number in [*late]:
+        place(late.pop(number))
+    return placed
+
+
 class _Order:
-    def __init__(self, program: Program, original: Graph, finished: Set[int]):
-        self.program, self.graph, self.finished = program, program.graphs[id(original)], finished
+    def __init__(self, program: Program, original: Graph, finished: Set[int], *, alone: bool):
+        self.program, self.graph, self.finished, self.alone = program, program.graphs[id(original)], finished, alone
+        self.graph.nodes = late_conversions(self.graph.nodes, finished)
         self.values = original.values
         self.phase = {node.id: int(node.backward) for node in original.nodes}
-        self.position = {node.id: k for k, node in enumerate(original.nodes)}
+        self.position = {node.id: k for k, node in enumerate(self.graph.nodes)}
         self.ripe = ripeness(original, self.phase)
-        self.readers = readers_of(original)
+        self.readers = readers_of(self.graph)
         self.names: dict[int, int] = {}
         self.waits: set[int] = set()  # values that some matmul or loop comes before
 
     def run(self) -> None:
         nodes: list[Node] = []
-        made: list[int] = []  # gradients that no loop has waited for
+        made: list[int] = []  # gradients that nothing has waited for
+        before: list[int] = []  # those that were there at the last recomputation
         for place, node in enumerate(self.graph.nodes):
-            tied = [] if not node.backward else self._loop(node, made) if node.bodies else self._early(node, place)
+            tied = [] if not node.backward else self._loop(node, [*before, *made]) if node.bodies else self._early(node, place)
             if len(tied) > 1:
                 barrier, passed = self.program.barrier(list(dict.fromkeys(self.names.get(x, x) for x in tied)), node)
                 nodes.append(barrier)
                 self.names.update({x: passed[self.names.get(x, x)] for x in tied})
-                made = [] if node.bodies else made
+                made, before = ([], []) if node.bodies else (made, before)
             read_as(node, {x: self.names[x] for x in node.inputs if isinstance(x, int) and x in self.names})
+            if node.backward and isinstance(node.eqn, BarrierEqn) and not self.alone:
+                self.names.update(self.program.join(node, {x: self.names.get(x, x) for x in before}))
+                made, before = [], made
             made += [x for x in node.outputs if x in self.finished]
             if node.bodies or node.prim in _WRITTEN or not self.waits.isdisjoint(x for x in node.inputs if isinstance(x, int)):
                 self.waits.update(node.outputs)

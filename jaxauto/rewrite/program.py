@@ -74,6 +74,13 @@ class Program:
         )
         return node, names
 
+    def join(self, barrier: Node, numbers: Mapping[int, int]) -> dict[int, int]:
+        """Lets more values pass a barrier. ``numbers``: name → what it is called now. Their new names."""
+        names = {n: self.fresh(now) for n, now in numbers.items()}
+        barrier.inputs, barrier.outputs = (*barrier.inputs, *numbers.values()), (*barrier.outputs, *names.values())
+        barrier.eqn = BarrierEqn(barrier.eqn, [self.values[n].aval for n in barrier.outputs])
+        return names
+
     def again(self, nodes: Iterable[Node], names: dict[int, int]) -> list[Node]:
         """Copies of ``nodes`` that read ``names``; what they make is added to it."""
         return [self._again(node, names) for node in nodes]

@@ -54,13 +54,14 @@ def decisions_of(candidate: Candidate) -> Decisions:
             position = np.where(np.isin(model.position(x, e.value), _summed(e)), model.position(x, e.value), there[0])
             operands[node.outputs[0], e.operand] = sharding_of(position, len(e.dims), model.mesh)
     variant = candidate.variant
-    in_order = _finished(model, x, summed=True) if getattr(model.chip, "platform", "cpu") == "gpu" else None
-    finished = _finished(model, x, summed=not model.overlaps)
+    platform = getattr(model.chip, "platform", "cpu")
+    in_order = _finished(model) if platform == "gpu" else None
+    finished = _finished(model) if platform == "cpu" else frozenset()
     return Decisions(values, operands, variant.kept, frozenset(late), finished, made, variant.offloaded, variant.remade, in_order)
 
 
-def _finished(model: Model, x: np.ndarray, *, summed: bool) -> frozenset[int]:
-    """Gradients of the straight program. ``summed``: those too that are summed over devices; who waits for them waits for the sum.
+def _finished(model: Model) -> frozenset[int]:
+    """Gradients of the straight program. Who waits for one that is summed over devices waits for the sum.
 
     As the optimizer reads them: an operation writes whatever order of dimensions is asked of it, and is held to what is waited for.
     """
@@ -69,8 +70,6 @@ def _finished(model: Model, x: np.ndarray, *, summed: bool) -> frozenset[int]:
     for op in model.groups.operations:
         for o in op.results:
             if op.node.backward and o.value in model.program.late_only and op.node.id in straight:
-                if not summed and np.isin(model.state(x, "operation", op.node.id), reduced_factors(op, o)).any():
-                    continue
                 value = model.values[o.value]
                 while model.overlaps and len(value.users) == 1 and value.users[0].prim in _ORDERS and value.users[0].backward:
                     value = model.values[value.users[0].outputs[0]]

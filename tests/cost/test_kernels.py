@@ -46,6 +46,48 @@ def test_a_norm_and_its_gradient_read_once():
     assert reads(lambda x, d: jax.vjp(norm, x)[1](d)[0], array(64, 256), array(64, 256)) == [1, 1]
 
 
+def loss_of(function):
+    """The mean of one element of each row."""
+    return lambda x, labels: -jnp.mean(jnp.take_along_axis(function(x.astype(F32)), labels[:, None], -1))
+
+
+def shifted(graph, buffers, size):
+    """Arrays that the centring of rows wrote."""
+    made = [graph.values[int(n)] for n, s, e in zip(buffers.ids, buffers.start, buffers.end, strict=True) if e >= s]
+    return sum(v.producer is not None and v.producer.prim == "sub" and v.elements == size for v in made)
+
+
+@pytest.mark.parametrize(
+    "function, wanted",
+    [
+        (jax.value_and_grad(loss_of(jax.nn.log_softmax)), 1),  # the exp is read by its sum and by the gradient
+        (loss_of(jax.nn.log_softmax), 0),  # by its sum alone
+        (jax.value_and_grad(loss_of(jax.nn.softmax)), 0),  # combined with what is summed: one kernel
+    ],
+)
+def test_the_centring_of_rows_is_written_where_its_kernel_ends(function, wanted):
+    rows, length = 32, 1024
+    arguments = array(rows, length, dtype=BF16), jax.ShapeDtypeStruct((rows,), jnp.int32)
+    assert shifted(*buffers_of(function, *arguments), rows * length) == wanted
+    long = array(rows, 32768, dtype=BF16), arguments[1]
+    assert shifted(*buffers_of(function, *long), rows * 32768) == 0
+
+
+def test_what_is_gathered_is_made_there():
+    graph, buffers = buffers_of(lambda x, i: (x * 2)[i], array(64, 256), jax.ShapeDtypeStruct((8,), jnp.int32))
+    assert made_by(graph, buffers)[-1] == "gather" and "mul" not in made_by(graph, buffers)
+    graph, buffers = buffers_of(lambda x, i: (x * 2)[i], array(64, 256), jax.ShapeDtypeStruct((8,), jnp.int32), platform="tpu")
+    assert "mul" in made_by(graph, buffers)
+
+
+def test_a_slice_reads_its_share():
+    x = array(8, 64)
+    assert reads(lambda x: x[:, :16] * 2, x) == [0.25]
+    assert reads(lambda x: x[:, ::2] + x[:, 1::2], x) == [1]
+    assert reads(lambda x: x[:, ::2] * jnp.exp(x[:, ::2]), x) == [0.5]  # the same slice
+    assert reads(lambda x: (x * 2)[:, :32][:, :16] * 2, x) == [0.25]
+
+
 def test_a_sum_that_is_returned_takes_a_pass():
     def fn(s):
         e = jnp.exp(s - jnp.max(s, -1, keepdims=True))

@@ -36,3 +36,55 @@ def test_what_an_optimizer_makes_of_its_state_alone_holds_no_update_up():
     backward = [place[n.id] for n in nodes if n.backward and n.prim == "dot_general"]
     updates = [place[n.id] for n in nodes if n.prim == "sub" and not n.backward]
     assert min(updates) < max(backward), "the second layer is updated before the first has its gradient"
+
+
+def test_weight_gradients_are_put_off():
+    """Out of a loop's body to its end; of a straight program behind the second barrier, or to before the next loop."""
+
+    def step(params, x):
+        def loss(params):
+            y, _ = jax.lax.scan(lambda x, w: (jnp.tanh(jnp.tanh(x @ w) @ w), None), x, params["layers"])
+            return jnp.sum(jnp.tanh(y @ params["head"]))
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    params = {"layers": array(3, 32, 32), "head": array(32, 32)}
+    graph = build(trace(step, (params, array(8, 32))).jaxpr)
+
+    def matmul(node):
+        return node.prim == "dot_general"
+
+    (loop,) = (node for node in graph.nodes if node.backward and node.bodies)
+    before, after = schedule(graph), schedule(graph, delayed=matmul)
+    (weight,) = (n for n in graph.nodes if n.backward and matmul(n) and not any(u.backward and u is loop for u in users(graph, n)))
+    assert before.index(weight) < before.index(loop) - 1 and after.index(weight) < after.index(loop)
+    assert not [n for n in after[after.index(weight) : after.index(loop)] if n.backward and feeds(graph, n, loop)]
+
+    (body,) = loop.bodies
+    stacked = {x for x in body.outputs[loop.num_carry :] if isinstance(x, int)}
+    ordered = schedule(body, delayed=matmul, loose=stacked)
+    gradients = [n for n in body.nodes if matmul(n) and not any(matmul(u) or u.prim == "mul" for u in users(body, n))]
+    assert {n.id for n in ordered[-len(gradients) :]} >= {n.id for n in gradients if {*n.outputs} & stacked}
+    for program, nodes in ((graph, after), (body, ordered)):
+        place = {node.id: k for k, node in enumerate(nodes)}
+        assert sorted(place) == sorted(n.id for n in program.nodes)
+        assert all(
+            place[p.id] < place[n.id]
+            for n in nodes
+            for x in n.inputs
+            if isinstance(x, int) and (p := program.values[x].producer) is not None and p.id in place
+        )
+
+
+def users(graph, node):
+    """Nodes that read a node's results, views between them left out."""
+    found = []
+    for out in node.outputs:
+        for user in graph.values[out].users:
+            found += users(graph, user) if user.prim in ("transpose", "reshape", "convert_element_type") else [user]
+    return found
+
+
+def feeds(graph, node, target):
+    """Whether ``target`` needs ``node``."""
+    return any(user is target or feeds(graph, user, target) for out in node.outputs for user in graph.values[out].users)

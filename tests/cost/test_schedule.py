@@ -88,6 +88,18 @@ FUSIONS = {  # (body of a fusion of %p0: f32[4,100], %p1: f32[100], %i: s32[]; s
         "bf16[100]{0}",
         400 + 200,
     ),
+    "slice of what is computed": (
+        "%n = f32[4,100]{1,0} negate(%p0)\n%s = f32[100]{0} slice(%n)\n%r = f32[100]{0} exponential(%s)",
+        "f32[100]{0}",
+        400 + 400,
+    ),
+    "slice of what is computed and returned as well": (
+        """%n = f32[4,100]{1,0} negate(%p0)
+        %s = f32[100]{0} slice(%n)
+        %r = (f32[100]{0}, f32[4,100]{1,0}) tuple(%s, %n)""",
+        "(f32[100]{0}, f32[4,100]{1,0})",
+        1600 + 400 + 1600,
+    ),
     "two slices": ("%a = f32[100]{0} slice(%p0)\n%b = f32[100]{0} slice(%p0)\n%r = f32[100]{0} add(%a, %b)", "f32[100]{0}", 800 + 400),
     "update in place": ("%r = f32[4,100]{1,0} dynamic-update-slice(%p0, %p1, %i)", "f32[4,100]{1,0}", 400 + 400),
     "update in place, through a bitcast": (

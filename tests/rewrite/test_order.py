@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from zoo import STEPS
 
+from jaxauto.blocks import find_blocks
 from jaxauto.graph import build, walk
 from jaxauto.rewrite.evaluate import evaluator
 from jaxauto.rewrite.order import in_order
 from jaxauto.rewrite.program import Rewritten
+from jaxauto.rewrite.recompute import recompute
 from jaxauto.trace import trace
 
 VOCABULARY, WIDTH, ROWS = 64, 16, 8
@@ -69,6 +71,45 @@ def test_a_backward_loop_waits_for_the_gradients_before_it(graph):
     (loop,) = (node for node in result.nodes if node.prim == "scan" and node.backward)
     assert cotangent in loop.inputs[loop.num_consts : loop.num_consts + loop.num_carry]
     assert result.nodes.index(barrier) < result.nodes.index(loop)
+
+
+def narrow_step(params, x):
+    """Two layers in half precision, straight; conversions of the gradients come right after them in the program."""
+
+    def loss(params):
+        y = x
+        for k, w in enumerate(params):
+            with jax.named_scope(f"layer{k}"):
+                y = jnp.tanh(jnp.tanh(y @ w.astype(y.dtype)))
+        return jnp.sum(y.astype(jnp.float32))
+
+    grads = jax.grad(loss)(params)
+    return [w - 0.1 * g for w, g in zip(params, grads, strict=True)]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_recomputation_waits_for_the_gradients_of_the_block_before(alone):
+    """By a barrier that they are read from: the conversion that came before it comes after it."""
+    args = [jnp.ones((WIDTH, WIDTH))] * 4, jnp.ones((ROWS, WIDTH), jnp.bfloat16)
+    graph = build(trace(narrow_step, args).jaxpr)
+    rewritten = recompute(graph, {k: frozenset() for k, _ in enumerate(find_blocks(graph))})
+    gradients = [
+        n.outputs[0] for n in graph.nodes if n.backward and graph.values[n.outputs[0]].shape == (WIDTH, WIDTH) and n.prim == "transpose"
+    ]
+    assert len(gradients) == 4
+    result = in_order(rewritten, frozenset(gradients), alone=alone)
+    waited = {x: barrier for barrier in barriers(result.graph) for x in barrier.inputs if x in gradients}
+    assert bool(waited) != alone
+    place = {node.id: k for k, node in enumerate(result.graph.nodes)}
+    for gradient, barrier in waited.items():
+        passed = barrier.outputs[barrier.inputs.index(gradient)]
+        assert [user.prim for user in result.graph.values[passed].users] == ["convert_element_type"]
+        assert [user for user in result.graph.values[gradient].users] == [barrier]
+        later = [b for b in barriers(result.graph) if place[result.graph.values[gradient].producer.id] < place[b.id] < place[barrier.id]]
+        assert len(later) == 1, "the sum over devices has a block to hide behind"
+    leaves = jax.tree.leaves(args)
+    for want, got in zip(jax.jit(evaluator(graph))(*leaves), jax.jit(evaluator(result.graph))(*leaves), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-2)
 
 
 def test_a_gradient_made_after_the_loop_is_not_waited_for(graph):
