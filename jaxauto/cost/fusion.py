@@ -200,17 +200,13 @@ class _Fusion:
         if softmax and self.clusters:
             (self.summed if keeps_exp(value, sums) else self.clusters.apart).add(number)
         moved = (kind is Kind.MOVE and node.prim != "transpose") or not self.moved.isdisjoint(operands)  # a transpose is a layout
+        if self.kernels:
+            self.kernels.meet(node, number, operands, self.virtual)
         wanted = writes or any(self.is_read(value, u, roots) for u in value.users)
         if not wanted and (wanted := number in outputs) and number not in self.heavy:
             self.made_twice[number] = roots
         if self.kernels:
-            self.kernels.meet(node, number, operands, self.virtual)
-            wanted = (
-                wanted
-                or self.kernels.leaves(number)
-                or self.kernels.is_spread(number, outputs)
-                or self.kernels.turn(node, number, self.virtual)
-            )
+            wanted = wanted or self.kernels.writes(node, number, outputs, self.virtual)
             inside = inside or self.kernels.stays(number, outputs)
         fans_out = not (wanted or inside) and self.fans_out(value, roots)
         if fans_out and self.clusters and node.inputs[0] in self.virtual and is_widening(node, self.values):
@@ -251,7 +247,7 @@ class _Fusion:
         if self.kind(user) not in _READS:
             return False
         if self.kernels and self.kind(user) is Kind.GATHER and user.inputs[0] == value.id:
-            return False  # XLA:GPU makes the elements that are gathered
+            return value.id in self.kernels.rows  # of anything else the elements are made that are gathered
         if self.clusters and self.kind(user) is Kind.DOT:
             return self.is_shared(value, roots)
         if not user.bodies or any(link.source == value.id and link.kind is not LinkKind.CONST for link in user.links):

@@ -27,6 +27,7 @@ Parts = dict[tuple[Any, ...], float]  # (buffer, the slices that are taken of it
 
 
 def whole(roots: Iterable[int]) -> Parts:
+    """Buffers read without being sliced."""
     return {(root,): 1.0 for root in roots}
 
 
@@ -155,6 +156,10 @@ class Kernels:
             return False
         last = self.orders.get(operand, tuple(range(len(self.values[operand].shape))))[-len(axes) :]
         return set(axes) == set(last) and 1 < math.prod(self.values[operand].shape[a] for a in axes) <= LONGEST
+
+    def writes(self, node: Node, number: int, outputs: Set[int], fused: Container[int]) -> bool:
+        """Whether a value is written that nothing but kernels reads."""
+        return self.leaves(number) or self.is_spread(number, outputs) or self.turn(node, number, fused)
 
     def is_spread(self, number: int, outputs: Set[int]) -> bool:
         """Whether a seed is written: its kernel ends there, and several others read it.
