@@ -138,15 +138,19 @@ class Kernels:
         if not self.is_row(node) or not isinstance(operand, int):
             return False
         ends = self._ends(number, self.values[operand].elements, outputs)
-        if not ends:
-            return False
-        if operand in self.rows and operand in fused and len(self._sinks(ends, outputs)) == 1:
+        if ends and operand in self.rows and operand in fused and len(self._sinks(ends, outputs)) == 1:
             return True
-        same = self._trivial(operand)
-        if len(ends) > 1 or not any(isinstance(x, int) and not same.isdisjoint(self._trivial(x)) for x in self._node(ends[0]).inputs):
+        if (seed := self._seed(operand, ends)) is None:
             return False
-        self.seeds.add(ends[0])
+        self.seeds.add(seed)
         return True
+
+    def _seed(self, operand: int, ends: list[int]) -> int | None:
+        """What combines an array with a reduction of its rows, where that is all there is of it."""
+        same = self._trivial(operand)
+        if len(ends) != 1 or not any(isinstance(x, int) and not same.isdisjoint(self._trivial(x)) for x in self._node(ends[0]).inputs):
+            return None
+        return ends[0]
 
     def is_row(self, node: Node) -> bool:
         """Whether a node reduces the dimensions that lie together in memory."""
@@ -198,8 +202,18 @@ class Kernels:
         return number
 
     def stays(self, number: int, outputs: Set[int]) -> bool:
-        """Whether something made in a kernel that holds rows is used in that kernel alone."""
-        return number in self.rows and len(self._sinks([number], outputs)) == 1
+        """Whether something made in a kernel that holds rows, or for it, is used in that kernel alone."""
+        return (number in self.rows or self._begins(number, outputs)) and len(self._sinks([number], outputs)) == 1
+
+    def _begins(self, number: int, outputs: Set[int]) -> bool:
+        """Whether rows of a value are summed and combined with the sum."""
+        for x in self._after(number):
+            for user in self.values[x].users:
+                if self.kind(user) is Kind.REDUCE and self.is_row(user):
+                    ends = self._ends(user.outputs[0], self.values[x].elements, outputs)
+                    if self._seed(x, ends) is not None:
+                        return True
+        return False
 
     def leaves(self, number: int) -> bool:
         """Whether something made in a kernel that holds rows is summed over other dimensions, which takes a kernel of its own."""
@@ -288,20 +302,18 @@ class Kernels:
         return list(dict.fromkeys(ends))
 
     def _sinks(self, ends: list[int], outputs: Set[int]) -> set[int]:
-        """What others than kernels over the same rows read of what is made of ``ends``."""
+        """What others than kernels over the same rows read first of what is made of ``ends``: it is written, who comes later reads that."""
         found: set[int] = set()
         seen, waiting = set(ends), list(ends)
         while waiting:
             x = waiting.pop()
-            for user in self.values[x].users:
-                if self.kind(user) not in _ELEMENTWISE and not self.is_row(user):
-                    found.add(x)
-                    continue
-                new = [out for out in user.outputs if out not in seen]
-                seen.update(new)
-                waiting += new
-            if x in outputs:
+            users = self.values[x].users
+            if x in outputs or any(self.kind(user) not in _ELEMENTWISE and not self.is_row(user) for user in users):
                 found.add(x)
+                continue
+            new = [out for user in users for out in user.outputs if out not in seen]
+            seen.update(new)
+            waiting += new
         return found
 
     def _trivial(self, number: int) -> set[int]:

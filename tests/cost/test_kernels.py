@@ -46,6 +46,18 @@ def test_a_norm_and_its_gradient_read_once():
     assert reads(lambda x, d: jax.vjp(norm, x)[1](d)[0], array(64, 256), array(64, 256)) == [1, 1]
 
 
+def test_rows_of_a_sum_are_added_where_they_are_normalised():
+    """Though what comes out is read by a matmul and added to what that makes, which is normalised in turn."""
+
+    def norm(x, y):
+        wide = (x + y).astype(F32)
+        return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)).astype(BF16)
+
+    x, w = array(64, 256, dtype=BF16), array(256, 256, dtype=BF16)
+    graph, buffers = buffers_of(lambda x, w: norm(y := norm(x, x @ w), y @ w), x, w)
+    assert made_by(graph, buffers) == ["dot_general", "convert_element_type"] * 2
+
+
 def loss_of(function):
     """The mean of one element of each row."""
     return lambda x, labels: -jnp.mean(jnp.take_along_axis(function(x.astype(F32)), labels[:, None], -1))
