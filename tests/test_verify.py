@@ -176,6 +176,30 @@ def test_certification_tries_a_smaller_one_where_the_plan_between_does_not_fit(m
     assert plan.certificate.rounds == 4 and plan.estimate.peak_memory == smaller
 
 
+@pytest.mark.parametrize("alive, slower, packed", [(0.9, 1.0, True), (0.9, 1.5, False), (1.1, 1.0, False)])
+def test_where_gaps_in_the_heap_alone_are_too_much_the_compiler_is_told_of_the_budget(monkeypatch, alive, slower, packed):
+    """The same plan, if what is alive at once fits and the step takes no longer; else a leaner one."""
+    told = lambda plan: plan.certificate is not None and bool(plan.certificate.limit_bytes)  # noqa: E731
+
+    def compiled(plan):
+        memory = {"argument": 0.0, "output": 0.0, "alias": 0.0, "temp": 2.0 * plan.budget_bytes, "peak": alive * plan.budget_bytes}
+        plan.__dict__["compilation"] = certify.Compilation("a compiler", "", memory, 1.0)
+        fits = told(plan) or plan.estimate.peak_memory < most
+        return (0.95 if fits else 2.0) * plan.budget_bytes
+
+    needs, asked = stubborn(compiled)
+    monkeypatch.setattr(certify, "_needs", needs)
+    monkeypatch.setattr(certify, "_seconds", lambda plan: slower if told(plan) else 1.0)
+    monkeypatch.setattr(certify, "_leaner", lambda plan, share, *_: leaner_of(plan, share))
+    free = jaxauto.plan(step, *ARGS, target="v5e:2x4", certify=False)
+    most = free.estimate.peak_memory
+    plan = jaxauto.plan(step, *ARGS, target="v5e:2x4", memory_budget=2 * most, certify=True)
+    assert told(plan) == packed and plan.certificate.fits
+    expected = [False, True] if packed else [False, True, False] if alive < 1 else [False, False]
+    assert [told(p) for p in asked][: len(expected)] == expected
+    assert (plan.estimate.peak_memory == most) == packed
+
+
 def leaner_of(plan, share):
     """A made-up plan with that share of memory, slower in proportion."""
     estimate = plan.estimate
