@@ -36,7 +36,8 @@ def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str],
       must: raise where there is no compiler, instead of a note on the plan.
 
     Raises:
-      InfeasibleError: after ``MAX_ROUNDS`` compilations, and on TPU one under a limit, it still does not fit; with the compiler's numbers.
+      InfeasibleError: after ``MAX_ROUNDS`` compilations, and on TPU up to two under a limit, it still does not fit; with the compiler's
+        numbers.
     """
 
     tried: list[str] = []

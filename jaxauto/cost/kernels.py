@@ -2,7 +2,11 @@
 
 - Rows. A softmax or the centring of a norm is one kernel that reads each row once: the maximum, the sums and what is made of
   them stay inside. It takes a seed: an array that is combined with a reduction of its own rows, which nothing else uses. From there
-  the kernel takes in what comes after it, further sums over the same rows as well       ``Kernels.is_inside`` (SoftmaxRewriterTriton)
+  the kernel takes in what comes after it, further sums over the same rows as well       ``Kernels.is_inside`` (SoftmaxRewriterTriton),
+  and what comes before it for it alone                                                  ``Kernels.stays``
+- Where it ends it writes: in log_softmax the sum of exp(x) is combined with x, not with the exp; if others read the exp, the kernel ends
+  with x, which all of them read                                                         ``Kernels.is_spread``
+- Slices. A kernel reads of an array what it slices off                                  ``Kernels.parts``
 - Layouts. A dot writes its result's dimensions in their own order, and a transposition after it says how they are called. Where two such
   arrays are combined, the later one is copied to the order of the other (scores and their gradient)                ``Kernels.turn``
 - Siblings. Elementwise work and sums over the same elements that read an array in common are one kernel, which reads it once; one
