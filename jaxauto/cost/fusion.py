@@ -207,8 +207,8 @@ class _Fusion:
             self.made_twice[number] = roots
         if self.kernels:
             wanted = wanted or self.kernels.writes(node, number, outputs, self.virtual)
-            inside = inside or self.kernels.stays(number, outputs)
         fans_out = not (wanted or inside) and self.fans_out(value, roots)
+        fans_out = fans_out and not (self.kernels and self.kernels.stays(number, outputs))
         if fans_out and self.clusters and node.inputs[0] in self.virtual and is_widening(node, self.values):
             (operand,) = operands  # kept as narrow as it was
             del self.virtual[operand]
