@@ -120,7 +120,7 @@ class Kernels:
             for user in self.values[waiting.pop()].users:
                 if self.kind(user) not in _ELEMENTWISE:
                     continue
-                for x in self._wide([x for x in user.inputs if isinstance(x, int)], user.outputs[0]):
+                for x in self._wide([x for x in user.inputs if isinstance(x, int)], number):
                     if x not in seen and self._lies(x) != mine:
                         return self.orders[x]
                 new = [out for out in user.outputs if out not in seen and self.values[out].elements == self.values[number].elements]
