@@ -69,7 +69,7 @@ class Kernels:
         elif node.prim == "transpose" and operands[0] in self.orders:
             back = {d: k for k, d in enumerate(node.params["permutation"])}
             self.orders[number] = tuple(back[d] for d in self.orders[operands[0]])
-        elif self.kind(node) in _ELEMENTWISE and (wide := self._wide(operands, number)):
+        elif self._elementwise(node) and (wide := self._wide(operands, number)):
             self.orders[number] = self.orders[wide[0]]
         parts: Parts = {}
         for x in operands:
@@ -101,7 +101,7 @@ class Kernels:
         wide = [x for x in node.inputs if isinstance(x, int) and self.values[x].elements == self.values[number].elements]
         users = self.values[number].users
         moves = node.prim == "transpose"
-        if len(wide) != 1 or not (moves or self.kind(node) in _ELEMENTWISE):
+        if len(wide) != 1 or not (moves or self._elementwise(node)):
             return False
         if moves and len(users) == 1 and is_widening(users[0], self.values):
             return False
@@ -118,7 +118,7 @@ class Kernels:
         mine, seen, waiting = self._lies(number), {number}, [number]
         while waiting:
             for user in self.values[waiting.pop()].users:
-                if self.kind(user) not in _ELEMENTWISE:
+                if not self._elementwise(user):
                     continue
                 for x in self._wide([x for x in user.inputs if isinstance(x, int)], number):
                     if x not in seen and self._lies(x) != mine:
@@ -184,7 +184,7 @@ class Kernels:
         """A value and what elementwise equations make of it alone."""
         found = [number]
         for x in found:
-            new = (out for user in self.values[x].users if self.kind(user) in _ELEMENTWISE for out in user.outputs)
+            new = (out for user in self.values[x].users if self._elementwise(user) for out in user.outputs)
             found += [out for out in new if out not in found and x in self._trivial(out)]
         return found
 
@@ -200,7 +200,7 @@ class Kernels:
     def _source(self, number: int) -> int:
         while len(self.values[number].users) == 1 and (node := self.values[number].producer) is not None:
             wide = {x for x in node.inputs if isinstance(x, int) and not self._is_scalar(x)}
-            if self.kind(node) not in _ELEMENTWISE or len(wide) != 1 or node.prim == "broadcast_in_dim":
+            if not self._elementwise(node) or len(wide) != 1 or node.prim == "broadcast_in_dim":
                 break
             (number,) = wide
         return number
@@ -299,7 +299,7 @@ class Kernels:
             if x in outputs or not self.values[x].users:
                 return []
             for user in self.values[x].users:
-                if self.kind(user) not in _ELEMENTWISE:
+                if not self._elementwise(user):
                     return []
                 for out in user.outputs:
                     (ends if self.values[out].elements >= elements and user.prim != "broadcast_in_dim" else waiting).append(out)
@@ -312,7 +312,7 @@ class Kernels:
         while waiting:
             x = waiting.pop()
             users = self.values[x].users
-            if x in outputs or any(self.kind(user) not in _ELEMENTWISE and not self.is_row(user) for user in users):
+            if x in outputs or any(not self._elementwise(user) and not self.is_row(user) for user in users):
                 found.add(x)
                 continue
             new = [out for user in users for out in user.outputs if out not in seen]
@@ -323,13 +323,17 @@ class Kernels:
     def _trivial(self, number: int) -> set[int]:
         """The value and what it is made of by way of one operand alone (scalars and squares do not count)."""
         found = {number}
-        while (node := self.values[number].producer) is not None and self.kind(node) in _ELEMENTWISE:
+        while (node := self.values[number].producer) is not None and self._elementwise(node):
             wide = {x for x in node.inputs if isinstance(x, int) and not self._is_scalar(x)}
             if len(wide) != 1 or node.prim == "broadcast_in_dim":
                 break
             (number,) = wide
             found.add(number)
         return found
+
+    def _elementwise(self, node: Node) -> bool:
+        """Whether a kernel can hold a node; what passes a barrier is read from memory."""
+        return self.kind(node) in _ELEMENTWISE and node.prim != "optimization_barrier"
 
     def _is_scalar(self, x: int) -> bool:
         node = self.values[x].producer

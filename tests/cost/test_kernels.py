@@ -183,3 +183,16 @@ def copies(graph, buffers):
     made = [graph.values[int(n)] for n, s, e in zip(buffers.ids, buffers.start, buffers.end, strict=True) if e >= s]
     wide = [v for v in made if v.producer is not None and v.producer.prim == "convert_element_type" and v.elements >= 2 * 8 * 64 * 64]
     return sum(str(v.dtype) == "float32" for v in wide)
+
+
+def test_what_passes_a_barrier_together_is_not_combined():
+    """Arrays of another shape have no order that a copy could lie in."""
+
+    def fn(a, b, c, d):
+        other = jnp.einsum("bimk,bjmk->bmij", c, d)
+        passed, more = jax.lax.optimization_barrier((other, jnp.tanh(jnp.einsum("bik,bjk->bij", a, b) / 8 + 1)))
+        return passed * 2, more * 2
+
+    shapes = (2, 16, 32), (2, 8, 32), (2, 8, 4, 32), (2, 4, 4, 32)
+    graph, buffers = buffers_of(fn, *(array(*shape, dtype=BF16) for shape in shapes))
+    assert made_by(graph, buffers) == ["dot_general", "dot_general", "tanh", "mul", "mul"]
