@@ -198,6 +198,7 @@ class Kernels:
         return any(seed in self._trivial(x) and self._source(x) != source for x in with_it)
 
     def _source(self, number: int) -> int:
+        """What a value is made of by steps that nothing else uses."""
         while len(self.values[number].users) == 1 and (node := self.values[number].producer) is not None:
             wide = {x for x in node.inputs if isinstance(x, int) and not self._is_scalar(x)}
             if not self._elementwise(node) or len(wide) != 1 or node.prim == "broadcast_in_dim":

@@ -54,8 +54,8 @@ def late_conversions(nodes: Sequence[Node], finished: Set[int]) -> list[Node]:
             late[node.outputs[0]] = node
         else:
             place(node)
-    for number in [*late]:
-        place(late.pop(number))
+    while late:
+        place(late.pop(next(iter(late))))
     return placed
 
 
