@@ -24,6 +24,7 @@ from jaxauto.verify import Compilation, compile_plan, schedule_of
 
 MAX_ROUNDS = 3
 _SLACK = 0.02  # the next plan's excess differs a little
+_SAME = 1e-3  # plans nearer to each other are one
 _BETWEEN = 24  # answers between the levels that are looked at
 _TRIES = 2  # of plans between one that fits and one that does not
 _WORTH = 0.01  # of a step's time: what a plan between has to bring
@@ -142,10 +143,12 @@ def _leaner(plan: Plan, share: float, options: Any, progress: Callable[[str], No
     except InfeasibleError as error:
         if near is not None:
             return plan_of(plan, near, before * share, options)
-        if error.least_bytes is None or error.least_bytes >= before * (1 - _SLACK):
+        least = math.inf if error.least_bytes is None else error.least_bytes
+        most = min(least * (1 + _SLACK), before * (1 - _SAME))
+        if least > most:
             return None
         try:
-            return solve(solved.step, solved.target, error.least_bytes * (1 + _SLACK), options, progress)
+            return solve(solved.step, solved.target, most, options, progress)
         except InfeasibleError:
             return None
     if near is not None and near.seconds < leaner.estimate.step_time:

@@ -200,6 +200,23 @@ def test_where_gaps_in_the_heap_alone_are_too_much_the_compiler_is_told_of_the_b
     assert (plan.estimate.peak_memory == most) == packed
 
 
+@pytest.mark.parametrize("least, found", [(0.99, True), (0.9995, False)])
+def test_the_leanest_plan_is_compiled_though_it_is_told_to_need_nearly_as_much(monkeypatch, least, found):
+    """The compiler may see that otherwise; the plan itself is not compiled again."""
+    free = jaxauto.plan(step, *ARGS, mesh=MESH, certify=False)
+    most = free.estimate.peak_memory
+
+    def solve(_step, _target, budget, *_):
+        if budget < least * most:
+            raise jaxauto.InfeasibleError("nothing fits", least * most)
+        return leaner_of(free, least)
+
+    monkeypatch.setattr("jaxauto.planner.solve", solve)
+    monkeypatch.setattr(certify, "between", lambda *_: [])
+    leaner = certify._leaner(free, 1e-6, None, print)
+    assert (leaner is not None) == found
+
+
 def leaner_of(plan, share):
     """A made-up plan with that share of memory, slower in proportion."""
     estimate = plan.estimate
