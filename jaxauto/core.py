@@ -325,7 +325,7 @@ class Decisions:
         put them off and keep what they read. XLA:TPU makes the update with the gradient, which waiting for the gradient undoes (4 %).
       offloaded: values that are in the host's memory between the passes.
       remade: values between blocks that are made again for the backward pass, see ``reruns.py``.
-      in_order: gradients, those summed over devices too, that loops of the backward pass, and recomputations a block later, wait for
+      in_order: gradients, those summed over devices too, that loops and recomputations of the backward pass wait for
         where the compiler is held to the order of the program (XLA:GPU, see ``rewrite/order.py``); None where it is not.
     """
 

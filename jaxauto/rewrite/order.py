@@ -3,10 +3,9 @@
 XLA:GPU starts early what waits for nothing, and puts off what nothing waits for. A scatter of constants by the labels (the gradient of a
 loss that picks one logit) is made before the forward pass and lies there, as large as the logits, until it is read; the weight gradient of
 the last projection is made after the loops of the backward pass, and the logits' cotangent lies there until then. Barriers say when: an
-operation of the backward pass that depends on no forward value waits for the loss; a loop of the backward pass waits for the gradients
-that come before it; on several devices, where its scheduler counts no memory that the device has, a recomputation waits for those of the
-block before, whose sums over devices run beside a block. What waits for nothing passes for nothing: an array that goes through a barrier
-is read from there on, or the compiler takes it out.
+operation of the backward pass that depends on no forward value waits for the loss; a loop of the backward pass, or a recomputation, waits
+for the gradients that come before it, on several devices for those of the block before: their sums run beside a block. An array that
+goes through a barrier is read from there on, or the compiler for several devices takes it out.
 """
 
 from __future__ import annotations
@@ -83,9 +82,10 @@ class _Order:
                 self.names.update({x: passed[self.names.get(x, x)] for x in tied})
                 made, before = ([], []) if node.bodies else (made, before)
             read_as(node, {x: self.names[x] for x in node.inputs if isinstance(x, int) and x in self.names})
-            if node.backward and isinstance(node.eqn, BarrierEqn) and not self.alone:
-                self.names.update(self.program.join(node, {x: self.names.get(x, x) for x in before}))
-                made, before = [], made
+            if node.backward and isinstance(node.eqn, BarrierEqn):
+                waited, before = ([*before, *made], []) if self.alone else (before, made)
+                self.names.update(self.program.join(node, {x: self.names.get(x, x) for x in waited}))
+                made = []
             made += [x for x in node.outputs if x in self.finished]
             if node.bodies or node.prim in _WRITTEN or not self.waits.isdisjoint(x for x in node.inputs if isinstance(x, int)):
                 self.waits.update(node.outputs)

@@ -88,8 +88,8 @@ def narrow_step(params, x):
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_a_recomputation_waits_for_the_gradients_of_the_block_before(alone):
-    """By a barrier that they are read from: the conversion that came before it comes after it."""
+def test_a_recomputation_waits_for_the_gradients_before_it(alone):
+    """By a barrier that they are read from: the conversion that came before it comes after it. Over several devices a block later."""
     args = [jnp.ones((WIDTH, WIDTH))] * 4, jnp.ones((ROWS, WIDTH), jnp.bfloat16)
     graph = build(trace(narrow_step, args).jaxpr)
     rewritten = recompute(graph, {k: frozenset() for k, _ in enumerate(find_blocks(graph))})
@@ -99,16 +99,15 @@ def test_a_recomputation_waits_for_the_gradients_of_the_block_before(alone):
     assert len(gradients) == 4
     result = in_order(rewritten, frozenset(gradients), alone=alone)
     waited = {x: barrier for barrier in barriers(result.graph) for x in barrier.inputs if x in gradients}
-    assert bool(waited) != alone
+    assert waited
     place = {node.id: k for k, node in enumerate(result.graph.nodes)}
     for gradient, barrier in waited.items():
         passed = barrier.outputs[barrier.inputs.index(gradient)]
         assert [user.prim for user in result.graph.values[passed].users] == ["convert_element_type"]
         assert list(result.graph.values[gradient].users) == [barrier]
         made = place[result.graph.values[gradient].producer.id]
-        assert sum(made < place[b.id] < place[barrier.id] for b in barriers(result.graph)) == 1, (
-            "the sum over devices has a block to hide behind"
-        )
+        between = sum(made < place[b.id] < place[barrier.id] for b in barriers(result.graph))
+        assert between == (0 if alone else 1), "a sum over devices has a block to hide behind"
     leaves = jax.tree.leaves(args)
     for want, got in zip(jax.jit(evaluator(graph))(*leaves), jax.jit(evaluator(result.graph))(*leaves), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-2)
