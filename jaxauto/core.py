@@ -322,7 +322,7 @@ class Decisions:
       gathered_late: (first result, operand index) whose gather waits for the backward pass (else it is merged with the forward one's).
       made: value id → sharding it is made in before it gets the one in ``values``: a conversion that narrows comes before a gather.
       finished: gradients of the straight program that a recomputation waits for on CPU, where they come before it: the scheduler would
-        put them off and keep what they read. XLA:TPU makes the update with the gradient, which waiting for the gradient undoes (4 %).
+        put them off and keep what they read. XLA:TPU makes the update with the gradient, which waiting for the gradient undoes.
       offloaded: values that are in the host's memory between the passes.
       remade: values between blocks that are made again for the backward pass, see ``reruns.py``.
       in_order: gradients, those summed over devices too, that loops and recomputations of the backward pass wait for

@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,7 +76,8 @@ class Kernels:
             parts.update(self.parts.get(x) or whole(fused[x]) if x in fused else whole((x,)))
         if node.prim in _SLICES:
             share = self.values[number].elements / max(self.values[operands[0]].elements, 1)
-            parts = {(root, *cut, str(node.params)): of * share for (root, *cut), of in parts.items()}
+            cut = (*map(str, (*node.params.values(), *node.inputs[1:])),)  # those of a dynamic slice begin where its operands say
+            parts = {(*part, cut): of * share for part, of in parts.items()}
         self.parts[number] = parts
 
     def enter(self, links: Sequence[Link]) -> None:
@@ -177,15 +178,14 @@ class Kernels:
         """
         if number not in self.seeds or len(self._sinks([number], outputs)) < 2:
             return False
-        sums = [u for x in self._after(number) for u in self.values[x].users if self.kind(u) is Kind.REDUCE and self.is_row(u)]
-        return any(self._breaks(u, number, outputs) for u in sums)
+        return any(self._breaks(node, number, outputs) for _, node in self._sums(number))
 
     def _after(self, number: int) -> list[int]:
         """A value and what elementwise equations make of it alone."""
         found = [number]
         for x in found:
             new = (out for user in self.values[x].users if self._elementwise(user) for out in user.outputs)
-            found += [out for out in new if out not in found and x in self._trivial(out)]
+            found += [out for out in new if out not in found and self._origin(out) == x]
         return found
 
     def _breaks(self, node: Node, seed: int, outputs: Set[int]) -> bool:
@@ -199,12 +199,14 @@ class Kernels:
 
     def _source(self, number: int) -> int:
         """What a value is made of by steps that nothing else uses."""
-        while len(self.values[number].users) == 1 and (node := self.values[number].producer) is not None:
-            wide = {x for x in node.inputs if isinstance(x, int) and not self._is_scalar(x)}
-            if not self._elementwise(node) or len(wide) != 1 or node.prim == "broadcast_in_dim":
-                break
-            (number,) = wide
+        while len(self.values[number].users) == 1 and (origin := self._origin(number)) is not None:
+            number = origin
         return number
+
+    def _sums(self, number: int) -> Iterator[tuple[int, Node]]:
+        """Sums of rows of what is made of a value alone: (what is summed, the sum)."""
+        for x in self._after(number):
+            yield from ((x, user) for user in self.values[x].users if self.kind(user) is Kind.REDUCE and self.is_row(user))
 
     def stays(self, number: int, outputs: Set[int]) -> bool:
         """Whether something made in a kernel that holds rows, or for it, is used in that kernel alone."""
@@ -212,13 +214,8 @@ class Kernels:
 
     def _begins(self, number: int, outputs: Set[int]) -> bool:
         """Whether rows of a value are summed and combined with the sum."""
-        for x in self._after(number):
-            for user in self.values[x].users:
-                if self.kind(user) is Kind.REDUCE and self.is_row(user):
-                    ends = self._ends(user.outputs[0], self.values[x].elements, outputs)
-                    if self._seed(x, ends) is not None:
-                        return True
-        return False
+        every = ((x, self._ends(node.outputs[0], self.values[x].elements, outputs)) for x, node in self._sums(number))
+        return any(self._seed(x, ends) is not None for x, ends in every)
 
     def leaves(self, number: int) -> bool:
         """Whether something made in a kernel that holds rows is summed over other dimensions, which takes a kernel of its own."""
@@ -322,15 +319,20 @@ class Kernels:
         return found
 
     def _trivial(self, number: int) -> set[int]:
-        """The value and what it is made of by way of one operand alone (scalars and squares do not count)."""
+        """The value and what it is made of by way of one operand alone."""
         found = {number}
-        while (node := self.values[number].producer) is not None and self._elementwise(node):
-            wide = {x for x in node.inputs if isinstance(x, int) and not self._is_scalar(x)}
-            if len(wide) != 1 or node.prim == "broadcast_in_dim":
-                break
-            (number,) = wide
+        while (origin := self._origin(number)) is not None:
+            number = origin
             found.add(number)
         return found
+
+    def _origin(self, number: int) -> int | None:
+        """The one operand that a value is made of (scalars and squares do not count)."""
+        node = self.values[number].producer
+        if node is None or not self._elementwise(node) or node.prim == "broadcast_in_dim":
+            return None
+        wide = {x for x in node.inputs if isinstance(x, int) and not self._is_scalar(x)}
+        return wide.pop() if len(wide) == 1 else None
 
     def _elementwise(self, node: Node) -> bool:
         """Whether a kernel can hold a node; what passes a barrier is read from memory."""

@@ -98,6 +98,9 @@ def test_a_slice_reads_its_share():
     assert reads(lambda x: x[:, ::2] + x[:, 1::2], x) == [1]
     assert reads(lambda x: x[:, ::2] * jnp.exp(x[:, ::2]), x) == [0.5]  # the same slice
     assert reads(lambda x: (x * 2)[:, :32][:, :16] * 2, x) == [0.25]
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    cut = lambda x, i: jax.lax.dynamic_slice(x, (i, 0), (2, 64))  # noqa: E731
+    assert reads(lambda x, i, j: cut(x, i) * cut(x, j), x, index, index)[0] == 0.5  # not the same slice
 
 
 def test_a_sum_that_is_returned_takes_a_pass():
