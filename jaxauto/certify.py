@@ -43,6 +43,7 @@ def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str],
 
     tried: list[str] = []
     over: list[tuple[Plan, float]] = []  # what did not fit, and what it needed
+    told: dict[Plan, Plan | None] = {}  # what came of telling the compiler
     for number in range(1, MAX_ROUNDS + 1):
         try:
             needed, compiler = _needs(plan)
@@ -53,8 +54,10 @@ def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str],
         if needed <= budget:
             fitting = _with(plan, certificate=Certificate(compiler, needed, budget, number), budget_bytes=budget)
             return _richer(fitting, over[-1], options, progress) if over and number < MAX_ROUNDS else fitting
-        if not over and (packed := _packed(plan, budget, number + 1, progress)) is not None:
-            return packed
+        if not over and _fits_without_gaps(plan, budget):
+            packed = told[plan] = _limited(plan, budget, number + 1, progress)
+            if packed is not None and _seconds(packed) <= _seconds(plan) * (1 + _WORTH):
+                return packed
         over.append((plan, needed))
         tried.append(f"{_mib(needed)} for a plan estimated at {_mib(plan.estimate.peak_memory)}")
         if number == MAX_ROUNDS:
@@ -64,7 +67,9 @@ def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str],
         if leaner is None:
             break
         plan = leaner
-    if (limited := _limited(min(over, key=lambda o: o[1])[0], budget, len(tried) + 1, progress)) is not None:
+    nearest = min(over, key=lambda o: o[1])[0]
+    limited = told[nearest] if nearest in told else _limited(nearest, budget, len(tried) + 1, progress)
+    if limited is not None:
         return limited
     raise InfeasibleError(
         f"no plan was found that the compiler fits into {_mib(budget)} of {plan.target}: in {len(tried)} rounds "
@@ -73,13 +78,10 @@ def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str],
     )
 
 
-def _packed(plan: Plan, budget: float, number: int, progress: Callable[[str], None]) -> Plan | None:
-    """``plan`` by a compiler that is told of the budget, where all but the gaps in its heap fits; None if that makes the step slower."""
+def _fits_without_gaps(plan: Plan, budget: float) -> bool:
+    """Whether what lives at the peak of the compiled plan fits, without the gaps in the compiler's heap."""
     compilation = plan.__dict__.get("compilation")
-    if compilation is None or compilation.peak_bytes > budget * (1 - _SLACK):
-        return None
-    packed = _limited(plan, budget, number, progress)
-    return packed if packed is not None and _seconds(packed) <= _seconds(plan) * (1 + _WORTH) else None
+    return compilation is not None and compilation.peak_bytes <= budget * (1 - _SLACK)
 
 
 def _seconds(plan: Plan) -> float:

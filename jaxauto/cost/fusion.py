@@ -17,8 +17,6 @@ What only the optimizer does is scheduled as soon as its gradient is there, as s
 
 from __future__ import annotations
 
-from collections.abc import Set
-
 import numpy as np
 
 from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule, Value
@@ -109,7 +107,7 @@ class _Fusion:
         self.in_place |= in_donated(self.graph, self.aliased)
         for number in inputs:
             self.start[number] = 0
-        self.visit(self.graph, outputs)
+        self.visit(self.graph, outputs, outputs)
         end = self.clock
         for root in (final := {root for number in outputs for root in self.roots(number)}):
             self.touch(root, end)
@@ -142,7 +140,7 @@ class _Fusion:
             return 4.0 * value.elements
         return value_bytes(value)
 
-    def visit(self, graph: Graph, outputs: set[int], loose: Set[int] = frozenset()) -> None:
+    def visit(self, graph: Graph, outputs: set[int], loose: set[int]) -> None:
         reads = (lambda node: self.kind(node) in _READS) if self.clusters else None
         for node in schedule(graph, reads, self.delayed, loose):
             if node.bodies:

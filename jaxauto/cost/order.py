@@ -22,7 +22,7 @@ def schedule(
         at the end in one and at once in three, so there it is taken to come at once, which needs more. None: nothing is put off.
       delayed: whether a node is put off where no backward pass reads what it makes, as XLA:GPU puts off weight gradients on several
         devices: to the end of a loop's body, else to where ``rewrite.order`` lets something wait for it. None: nothing is.
-      loose: of a loop's body, the results that no other trip reads.
+      loose: the results that no other trip reads of a loop's body, all of a whole program.
     """
     if not any(node.backward for node in graph.nodes):
         return graph.nodes
@@ -54,11 +54,12 @@ def schedule(
 
 def _put_off(graph: Graph, delayed: Callable[[Node], bool], loose: Set[int]) -> dict[int, float]:
     """Node → place in the order, of weight gradients and what is made of them within the backward pass."""
+    results = {x for x in graph.outputs if isinstance(x, int)}
     ends: set[int] = set()
     for node in reversed(graph.nodes):
         if node.backward and not node.bodies and not isinstance(node.eqn, BarrierEqn):
             users = [u for out in node.outputs for u in graph.values[out].users]
-            kept = {x for x in graph.outputs if isinstance(x, int)}.intersection(node.outputs) if loose else frozenset()
+            kept = results.intersection(node.outputs)
             if all(not u.backward or u.id in ends for u in users) and kept <= loose and (users or kept):
                 ends.add(node.id)
     walls = [k for k, node in enumerate(graph.nodes) if node.backward and (node.bodies or isinstance(node.eqn, BarrierEqn))]
