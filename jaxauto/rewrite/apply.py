@@ -21,6 +21,7 @@ from jaxauto.rewrite.offload import offload
 from jaxauto.rewrite.order import in_order
 from jaxauto.rewrite.program import Rewritten
 from jaxauto.rewrite.recompute import recompute
+from jaxauto.rewrite.sink import sink
 
 
 def partition_spec(sharding: Sharding) -> PartitionSpec:
@@ -42,6 +43,7 @@ def apply(graph: Graph, decisions: Decisions, mesh: Any, platform: str = "") -> 
     rewritten = offload(made_again, decisions.offloaded)
     if decisions.in_order is not None:
         rewritten = in_order(rewritten, decisions.in_order, alone=mesh.size == 1)
+    rewritten = sink(rewritten)
     return evaluator(rewritten.graph, _Constraints(decisions, mesh, rewritten, platform))
 
 
