@@ -21,6 +21,7 @@ from jaxauto.cost.onchip import Near, capacity
 from jaxauto.graph import HOST, value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.check_ring import padding, ring_seconds
+from jaxauto.solve.check_turns import copies, copies_of_results
 from jaxauto.solve.facts import read_together, spatial_dims
 from jaxauto.solve.loops import accumulated, shadows
 from jaxauto.solve.model import Model
@@ -44,7 +45,7 @@ def check(candidate: Candidate, budget_bytes: float = math.inf, allowed: Mapping
       budget_bytes: that it has to keep to.
       allowed: group id → bool mask over its states: what users' constraints leave.
     """
-    answer = _Answer(candidate.model, candidate.x)
+    answer = Answer(candidate.model, candidate.x)
     found = [*_illegal(answer), *_forbidden(answer, allowed or {})]
     if found:
         return found
@@ -71,7 +72,7 @@ def _differs(what: str, told: float, found: float, scale: float) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------- what is allowed
 
 
-def _illegal(answer: _Answer) -> list[str]:
+def _illegal(answer: Answer) -> list[str]:
     """Mesh axes on dimensions that they do not divide, of values, groups and operations."""
     found: list[str] = []
     values = answer.model.values
@@ -98,7 +99,7 @@ def _undivided(what: str, shape: Sequence[int], where: Where, sizes: Sequence[in
             yield f"{what}: dimension {d} of size {shape[d]} is split {pieces} ways"
 
 
-def _forbidden(answer: _Answer, allowed: Mapping[int, np.ndarray]) -> list[str]:
+def _forbidden(answer: Answer, allowed: Mapping[int, np.ndarray]) -> list[str]:
     """Groups in a state that constraints shut out."""
     found = []
     for g, mask in allowed.items():
@@ -111,7 +112,7 @@ def _forbidden(answer: _Answer, allowed: Mapping[int, np.ndarray]) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- what it costs
 
 
-class _Answer:
+class Answer:
     """The chosen state of every group and operation, unfolded, as plain numbers."""
 
     def __init__(self, model: Model, x: np.ndarray):
@@ -173,6 +174,7 @@ class _Answer:
                 self.charge(total, "blocking" if ends else self.resource(e.value, e.result), times, part, e.node)
         for exchanged in self.halos():
             total["blocking"] += exchanged
+        total["compute"] += sum(times * traffic_seconds(2 * n, self.model.chip) for n, times in copies(self))
         for sent, pieces in self.sent():
             total["prefetch"] += 2 * sent / pieces / self.model.chip.host_bandwidth
         for k, moved, pieces in self.traffic():
@@ -388,4 +390,5 @@ class _Answer:
                 here, there = self.holder(o), self.operand(op, o)
                 if any(h != t and h != WHOLE for h, t in zip(here, there, strict=True)):
                     live[at] += value_bytes(model.values[o.value]) / self.pieces(there)
+        live[-1] += sum(n for n, _ in copies_of_results(self))
         return live

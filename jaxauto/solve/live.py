@@ -8,17 +8,19 @@ from jaxauto.cost.compute import factor_dims
 from jaxauto.cost.liveness import live_bytes
 from jaxauto.graph import value_bytes
 from jaxauto.solve.model import Model
+from jaxauto.solve.turns import beside_results
 from jaxauto.strategies import WHOLE, project, shards
 
 _Way = tuple[int, tuple[int, ...], int, tuple[int, ...]]  # variable of the group, its dimensions, of the operation, its factors
 
 
 def timeline(model: Model, x: np.ndarray) -> np.ndarray:
-    """Live bytes of one device at each position of the program: buffers, and arrays resharded for one operation."""
+    """Live bytes of one device at each position of the program: buffers, arrays resharded for one operation, and results' copies."""
     live = live_bytes(model.buffers, model.buffer_sizes(x))
     ways, way, at, bytes_ = model.cached(("brought", model.variant), lambda: _brought(model))
     share = np.array([_share(model, x, way) for way in ways])
     np.add.at(live, at, bytes_ * share[way])
+    live[-1] += sum(float(table[x[i], x[j]]) for (i, j), table in beside_results(model).items())
     return live
 
 

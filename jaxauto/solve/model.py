@@ -7,6 +7,7 @@ Tables (each line names the function that builds it)
 - halos: what neighbours send for a window on a split dimension                                ``_operation_compute``
 - results: partial sums and resharding from a strategy to the group of its result, and what     ``_results``
   a dot takes longer that is cut into pieces to hide the sum
+- copies: of arrays whose layout is at odds with a collective                                   ``turns.py``
 - memory rows: bytes alive at a position, of buffers and of arrays resharded there             ``memory_row``
 Alike groups and operations share one variable (``fold.py``); their tables are summed.
 """
@@ -37,6 +38,7 @@ from jaxauto.solve.onchip import place_on_chip
 from jaxauto.solve.positions import edge_layout, moved_share, reduced_factors
 from jaxauto.solve.problem import MemoryRow, Problem
 from jaxauto.solve.remat import Variant
+from jaxauto.solve.turns import add_turns, beside_results
 from jaxauto.solve.work import add_operations, add_traffic
 from jaxauto.strategies import project, shards, states
 
@@ -99,6 +101,7 @@ class Model:
         self._edges()
         self._operands()
         self._results()
+        add_turns(self)
 
     def _add(self, key: Key, sizes: tuple[int, ...], allowed: Mapping[Key, np.ndarray]) -> None:
         first = self.program.alike[key]
@@ -178,6 +181,8 @@ class Model:
                 table = value_bytes(self.values[o.value]) * (moved if g < v else moved.T)
                 key = (min(g, v), max(g, v))
                 pairs[key] = pairs[key] + table if key in pairs else table
+        if position == self.buffers.length - 1:
+            pairs.update({key: pairs.get(key, 0.0) + table for key, table in beside_results(self).items()})
         return pairs
 
     def buffer_sizes(self, x: np.ndarray) -> np.ndarray:

@@ -1,0 +1,88 @@
+"""What layouts at odds with collectives cost (``cost/turning.py``): seconds of weights and gradients in their passages, and what results
+that are gathered at the end of a step take beside the memory that they end up in."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from jaxauto.cost.compute import factor_dims, traffic_seconds
+from jaxauto.cost.turning import AT_ODDS, COPIES_PIECES, turned
+from jaxauto.groups import Edge
+from jaxauto.solve.positions import reduced_factors
+from jaxauto.strategies import project, shards
+
+if TYPE_CHECKING:
+    from jaxauto.solve.model import Model
+
+
+class _Passage(NamedTuple):
+    """An array's way between two variables; ``dims`` of each are its dimensions there, ``late``: the copy comes after the collective."""
+
+    source: int
+    source_dims: tuple[int, ...]
+    target: int
+    target_dims: tuple[int, ...]
+    reduced: tuple[int, ...]
+    bytes_: float
+    late: bool
+
+
+def add_turns(model: Model) -> None:
+    """Seconds of the copies, read and written."""
+    if model.chip.platform not in AT_ODDS:
+        return
+    count: dict[_Passage, float] = defaultdict(float)
+    for op in model.groups.operations if model.chip.platform in COPIES_PIECES else ():
+        v = model.var("operation", op.node.id)
+        for o in op.operands:
+            if model.resource_of(o.value, -1) == "prefetch":
+                here = model.var("group", o.group), tuple(d for d, _ in o.dims)
+                count[_Passage(*here, v, factor_dims(op, o), (), model.passage_bytes(o.value), late=False)] += model.fetches(op, o)
+        for o in op.results:
+            if model.resource_of(-1, o.value) == "prefetch":
+                there = model.var("group", o.group), tuple(d for d, _ in o.dims)
+                key = _Passage(v, factor_dims(op, o), *there, tuple(reduced_factors(op, o)), model.passage_bytes(o.value), late=True)
+                count[key] += model.again(op.node.id)
+    for e in ending(model):
+        count[_of_edge(model, e)] += e.times
+    for key, times in count.items():
+        table = model.cached(("turned", *key), lambda key=key: traffic_seconds(2.0 * copied(model, key), model.chip))
+        if table.any():
+            model.problem.add_pair("compute", key.source, key.target, times * table)
+
+
+def ending(model: Model) -> Iterator[Edge]:
+    """Passages that results leave a step by."""
+    return (e for e in model.groups.edges if e.node < 0 and e.value in model.final)
+
+
+def beside_results(model: Model) -> dict[tuple[int, int], np.ndarray]:
+    """Bytes of copies of results at the end of a step, by pairs of variables in their order: compilers start these gathers together."""
+    pairs: dict[tuple[int, int], np.ndarray] = {}
+    for e in ending(model) if model.chip.platform in AT_ODDS else ():
+        key = _of_edge(model, e)
+        table = model.cached(("beside", *key), lambda key=key: copied(model, key))
+        if table.any() and key.source != key.target:
+            low, high = sorted((key.source, key.target))
+            table = table if low == key.source else table.T
+            pairs[low, high] = pairs[low, high] + table if (low, high) in pairs else table
+    return pairs
+
+
+def copied(model: Model, passage: _Passage) -> np.ndarray:
+    """Bytes of the array that one device copies, for each pair of states."""
+    sizes = model.mesh.sizes
+    source = project(model.states[passage.source], passage.source_dims)
+    target = project(model.states[passage.target], passage.target_dims)
+    partial = np.isin(model.states[passage.source], passage.reduced) if passage.reduced else None
+    pieces = shards(target, sizes)[None] if passage.late else shards(source, sizes)[:, None]
+    return passage.bytes_ / pieces * turned(source, target, len(passage.target_dims), model.chip.platform, partial)
+
+
+def _of_edge(model: Model, e: Edge) -> _Passage:
+    here, there = zip(*e.dims, strict=True) if e.dims else ((), ())
+    return _Passage(model.var("group", e.source), here, model.var("group", e.target), there, (), model.edge_bytes(e), late=True)
