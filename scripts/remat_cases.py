@@ -130,7 +130,7 @@ def sweep(description: str, name: str, measure: Callable[[str, str, dict, Callab
 
     for target in options.targets.split(","):
         for case in CASES:
-            if any(part in case for part in options.only.split(",")):
+            if any(part in case for part in options.only.split(",") if part or not options.only):
                 if options.renew:
                     found.pop(f"{case} @ {target}", None)
                 measure(case, target, found, save)
