@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxauto import compat
 from jaxauto.core import Graph, Link, LinkKind, Literal, Node, Value
+from jaxauto.one_hot import SUM, as_comparison
 
 
 def build(closed_jaxpr: Any) -> Graph:
@@ -46,6 +47,7 @@ class _Builder:
     def __init__(self):
         self.values: dict[int, Value] = {}
         self.node_ids = itertools.count()
+        self.spared: set[int] = set()  # values that a comparison does without
 
     def value(self, aval) -> int:
         number = len(self.values)
@@ -66,6 +68,8 @@ class _Builder:
         nodes: list[Node] = []
         self.inline(jaxpr, env, stack, nodes, captured)
         outputs = tuple(_read(env, v) for v in jaxpr.outvars)
+        dead = {x for x in self.spared.difference(outputs) if not self.values[x].users}
+        nodes = [node for node in nodes if dead.isdisjoint(node.outputs)]
         return Graph(tuple(inputs), outputs, nodes, self.values, captured)
 
     def inline(self, jaxpr, env, stack: str, nodes: list[Node], captured: dict) -> None:
@@ -73,7 +77,8 @@ class _Builder:
             inner_stack = f"{stack}/{compat.name_stack(eqn)}"
             body_param = compat.INLINED_CALLS.get(eqn.primitive.name)
             if body_param is None or body_param not in eqn.params:
-                nodes.append(self.node(eqn, env, inner_stack))
+                if eqn.primitive.name != SUM or not self.comparison(eqn, env, inner_stack, nodes, captured):
+                    nodes.append(self.node(eqn, env, inner_stack))
                 continue
             body, consts = compat.open_jaxpr(eqn.params[body_param])
             operands = [_read(env, v) for v in eqn.invars]
@@ -87,6 +92,21 @@ class _Builder:
             self.inline(body, inner, inner_stack, nodes, captured)
             for outer, result in zip(eqn.outvars, body.outvars, strict=True):
                 env[outer] = _read(inner, result)
+
+    def comparison(self, eqn, env, stack: str, nodes: list[Node], captured: dict) -> bool:
+        """Whether a scatter could be written as a comparison, and was."""
+        operand = _read(env, eqn.invars[0])
+        made = self.values[operand].producer if isinstance(operand, int) else None
+        fill = made.inputs[0] if made is not None and made.prim == "broadcast_in_dim" else None
+        written = as_comparison(eqn, fill) if isinstance(fill, Literal) and not fill.aval.shape else None
+        if written is None:
+            return False
+        jaxpr, _ = compat.open_jaxpr(written)
+        inner: dict[Any, int | Literal] = dict(zip(jaxpr.invars, (_read(env, v) for v in eqn.invars[1:]), strict=True))
+        self.inline(jaxpr, inner, stack, nodes, captured)
+        env[eqn.outvars[0]] = _read(inner, jaxpr.outvars[0])
+        self.spared.add(operand)
+        return True
 
     def barrier(self, eqn, operands: list, stack: str, nodes: list[Node]) -> list:
         """A user's checkpoint region recomputes behind a barrier, as jax.checkpoint lowers it."""

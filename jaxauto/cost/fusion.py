@@ -24,7 +24,7 @@ from jaxauto.cost.clusters import FUSING, Clusters
 from jaxauto.cost.kernels import Kernels
 from jaxauto.cost.liveness import Buffers
 from jaxauto.cost.order import in_donated, schedule
-from jaxauto.cost.patterns import is_select, is_shifted, is_softmax, is_strided, is_widening, keeps_exp
+from jaxauto.cost.patterns import is_shifted, is_softmax, is_strided, is_widening, keeps_exp
 from jaxauto.cost.stacks import stack_passes
 from jaxauto.graph import value_bytes, walk
 
@@ -98,7 +98,7 @@ class _Fusion:
         kind = self.rules[node.id].kind if known else Kind.CONTROL
         if kind is Kind.REDUCE and node.eqn.invars[0].aval.size == node.eqn.outvars[0].aval.size:
             return Kind.VIEW
-        return Kind.CHEAP if kind is Kind.SCATTER and self.clusters and is_select(node) else kind
+        return kind
 
     def run(self) -> Buffers:
         outputs = {x for x in self.graph.outputs if isinstance(x, int)}

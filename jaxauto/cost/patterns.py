@@ -37,12 +37,6 @@ def is_strided(node: Node) -> bool:
     return node.prim == "pad" and any(inside for _, _, inside in node.params["padding_config"])
 
 
-def is_select(node: Node) -> bool:
-    """A scatter of one element into each row (the gradient of a loss that picks labels), which the compiler writes as a comparison."""
-    numbers = node.params.get("dimension_numbers")
-    return bool(getattr(numbers, "operand_batching_dims", ())) and not numbers.update_window_dims
-
-
 def is_widening(node: Node, values: Mapping[int, Value]) -> bool:
     """A conversion to a type of more bytes."""
     (x,), (out,) = node.inputs[:1], node.outputs[:1]

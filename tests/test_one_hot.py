@@ -1,0 +1,100 @@
+"""A scatter of one element into each row becomes a comparison, with the same numbers; others stay."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+from jaxauto.graph import build, walk
+from jaxauto.rewrite.evaluate import evaluator
+
+LOGITS, LABELS = (4, 6, 10), (4, 6)
+
+
+def picked(logits, labels):
+    return jnp.take_along_axis(jnp.sin(logits), labels[..., None], axis=-1).sum()
+
+
+def along_the_middle(logits, labels):
+    return jnp.take_along_axis(jnp.sin(logits), labels[:, :1, None], axis=1).sum()
+
+
+def clipped(logits, labels):
+    return jnp.take_along_axis(jnp.sin(logits), labels[..., None], axis=-1, mode="clip").sum()
+
+
+def several(logits, labels):
+    return jnp.take_along_axis(jnp.sin(logits), jnp.stack([labels, labels], -1), axis=-1).sum()
+
+
+def rows(logits, labels):
+    return jnp.sin(logits[0])[labels[:, 0]].sum()
+
+
+def scatters(closed):
+    return [node for node in walk(build(closed)) if node.prim == "scatter-add"]
+
+
+@pytest.mark.parametrize(
+    "loss, compared",
+    [(picked, True), (along_the_middle, False), (clipped, True), (several, False), (rows, False)],
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("index", [jnp.int32, jnp.int8, jnp.uint32])
+def test_one_element_of_a_row_is_found_by_comparison(loss, compared, dtype, index):
+    keys = jax.random.split(jax.random.key(0))
+    logits = jax.random.normal(keys[0], LOGITS, dtype)
+    labels = jax.random.randint(keys[1], LABELS, -2 if index != jnp.uint32 else 0, 14).astype(index)  # some belong to no element
+    gradient = jax.grad(loss)
+    closed = jax.make_jaxpr(gradient)(logits, labels)
+    assert bool(scatters(closed)) != compared
+    (found,) = evaluator(build(closed))(logits, labels)
+    np.testing.assert_array_equal(found, gradient(logits, labels))
+
+
+def test_nothing_is_left_of_the_array_it_was_added_to():
+    closed = jax.make_jaxpr(jax.grad(picked))(jnp.ones(LOGITS), jnp.zeros(LABELS, jnp.int32))
+    graph = build(closed)
+    unread = [n.prim for n in graph.nodes for x in n.outputs if not graph.values[x].users and x not in graph.outputs]
+    assert "broadcast_in_dim" not in unread
+
+
+def test_more_elements_than_the_index_counts():
+    def loss(x, i):
+        return jnp.take_along_axis(jnp.sin(x), i[:, None], axis=-1).sum()
+
+    x, i = jnp.ones((3, 300)), jnp.asarray([0, 44, 127], jnp.int8)
+    closed = jax.make_jaxpr(jax.grad(loss))(x, i)
+    assert not scatters(closed)
+    np.testing.assert_array_equal(evaluator(build(closed))(x, i)[0], jax.grad(loss)(x, i))
+
+
+def test_what_is_added_to_an_array_that_is_not_constant_stays():
+    numbers = lax.ScatterDimensionNumbers((), (1,), (1,), (0,), (0,))
+    closed = jax.make_jaxpr(lambda x, i, u: lax.scatter_add(x, i, u, numbers))(jnp.ones((3, 5)), jnp.ones((3, 1), int), jnp.ones(3))
+    assert scatters(closed)
+
+
+def test_of_a_constant_that_is_not_zero():
+    numbers = lax.ScatterDimensionNumbers((), (1,), (1,), (0,), (0,))
+
+    def fun(i, u):
+        return lax.scatter_add(jnp.full((3, 5), 2.0), i, u, numbers)
+
+    arrays = jnp.asarray([[1], [4], [9]]), jnp.asarray([1.0, 2.0, 3.0])
+    closed = jax.make_jaxpr(fun)(*arrays)
+    assert not scatters(closed)
+    np.testing.assert_array_equal(evaluator(build(closed))(*arrays)[0], fun(*arrays))
+
+
+def test_a_cross_entropy_adds_to_no_array_as_large_as_the_logits():
+    def loss(logits, labels):
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    logits, labels = jax.random.normal(jax.random.key(0), LOGITS), jnp.arange(24).reshape(LABELS) % 10
+    closed = jax.make_jaxpr(jax.grad(loss))(logits, labels)
+    assert all(node.eqn.outvars[0].aval.size < logits.size for node in scatters(closed))
+    (found,) = jax.jit(evaluator(build(closed)))(logits, labels)
+    np.testing.assert_allclose(found, jax.jit(jax.grad(loss))(logits, labels), rtol=2e-6, atol=1e-8)
