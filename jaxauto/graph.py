@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxauto import compat
 from jaxauto.core import Graph, Link, LinkKind, Literal, Node, Value
-from jaxauto.one_hot import SUM, as_comparison
+from jaxauto.one_hot import as_comparison
 
 
 def build(closed_jaxpr: Any) -> Graph:
@@ -77,7 +77,7 @@ class _Builder:
             inner_stack = f"{stack}/{compat.name_stack(eqn)}"
             body_param = compat.INLINED_CALLS.get(eqn.primitive.name)
             if body_param is None or body_param not in eqn.params:
-                if eqn.primitive.name != SUM or not self.comparison(eqn, env, inner_stack, nodes, captured):
+                if not self.comparison(eqn, env, inner_stack, nodes, captured):
                     nodes.append(self.node(eqn, env, inner_stack))
                 continue
             body, consts = compat.open_jaxpr(eqn.params[body_param])
@@ -94,15 +94,13 @@ class _Builder:
                 env[outer] = _read(inner, result)
 
     def comparison(self, eqn, env, stack: str, nodes: list[Node], captured: dict) -> bool:
-        """Whether a scatter could be written as a comparison, and was."""
-        operand = _read(env, eqn.invars[0])
-        made = self.values[operand].producer if isinstance(operand, int) else None
-        fill = made.inputs[0] if made is not None and made.prim == "broadcast_in_dim" else None
-        written = as_comparison(eqn, fill) if isinstance(fill, Literal) and not fill.aval.shape else None
+        """Whether a gather or scatter could be written as a comparison, and was."""
+        operand = _read(env, eqn.invars[0]) if eqn.invars else None
+        written = as_comparison(eqn, self.values[operand].producer) if isinstance(operand, int) else None
         if written is None:
             return False
-        jaxpr, _ = compat.open_jaxpr(written)
-        inner: dict[Any, int | Literal] = dict(zip(jaxpr.invars, (_read(env, v) for v in eqn.invars[1:]), strict=True))
+        jaxpr, _ = compat.open_jaxpr(compat.dead_code_eliminated(written))
+        inner: dict[Any, int | Literal] = dict(zip(jaxpr.invars, (_read(env, v) for v in eqn.invars), strict=True))
         self.inline(jaxpr, inner, stack, nodes, captured)
         env[eqn.outvars[0]] = _read(inner, jaxpr.outvars[0])
         self.spared.add(operand)

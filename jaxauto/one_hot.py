@@ -1,14 +1,14 @@
-"""A scatter of one element into each row of a constant array, as a comparison: what ``jax.nn.one_hot`` does.
+"""One element of each row, found by comparison: what ``jax.nn.one_hot`` does, for a loss that picks one logit of each row.
 
-It is the gradient of a loss that picks one logit of each row. XLA:TPU makes the comparison by itself. XLA:GPU and XLA:CPU write an array of
-zeros as large as the logits, add to it where it lies, and read it again; a comparison is fused with what reads it
-(scripts/results/one_hot.md).
+A gather needs the array that it reads in memory: the logits in float32, though all else that reads them makes them itself. Its gradient, a
+scatter, needs as much again: XLA:GPU and XLA:CPU write zeros as large as the logits, add to them where they lie, and read them again. A
+comparison with an iota is fused with what is beside it (scripts/results/one_hot.md). Both are exact: one element plus zeros.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,43 +16,84 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxauto import compat
-from jaxauto.core import Literal
+from jaxauto.core import Literal, Node
 
-SUM = "scatter-add"
+# What no compiler writes to memory for its own sake: a gather from the result is what would have it written.
+_ELEMENTWISE = frozenset(
+    {"add", "sub", "mul", "div", "neg", "max", "min", "pow", "integer_pow", "sqrt", "rsqrt", "exp", "log", "log1p", "tanh", "logistic"}
+    | {"sin", "cos", "erf", "select_n", "convert_element_type"}
+)
 
 
-def as_comparison(eqn: Any, fill: Literal) -> Any | None:
-    """The closed jaxpr of (indices, updates) that makes what a scatter into an array full of ``fill`` makes.
+def as_comparison(eqn: Any, made: Node | None) -> Any | None:
+    """The closed jaxpr of the operands of a gather or scatter that makes the same by comparison; None where that is not what it is.
 
-    None where a row has several updates, or an update covers more than an element.
+    Args:
+      made: the node that makes the array it gathers from or adds to; None for an argument.
     """
-    numbers, (indices, updates) = eqn.params["dimension_numbers"], (v.aval for v in eqn.invars[1:])
-    batches = sorted(zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, strict=True))
-    others = [n for k, n in enumerate(indices.shape[:-1]) if k not in numbers.scatter_indices_batching_dims]
-    rows = [row for _, row in batches]
-    if numbers.update_window_dims or not rows or rows != sorted(rows) or math.prod(others) != 1:
+    written = _WRITTEN.get(eqn.primitive.name)
+    fun = None if written is None or made is None else written(eqn, made)
+    if fun is None:
         return None
     with compat.source_of(eqn):
-        return jax.make_jaxpr(_comparison(eqn, fill, rows))(indices, updates)
+        return jax.make_jaxpr(fun)(*(v.aval for v in eqn.invars))
 
 
-def _comparison(eqn: Any, fill: Literal, rows: list[int]) -> Callable:
-    out, numbers = eqn.outvars[0].aval, eqn.params["dimension_numbers"]
-    length = [out.shape[d] for d in rows]
+def _gathered(eqn: Any, made: Node) -> Callable | None:
+    numbers, mode, (operand, indices) = eqn.params["dimension_numbers"], eqn.params["mode"], (v.aval for v in eqn.invars)
+    rows = _rows(numbers.start_indices_batching_dims, numbers.operand_batching_dims, indices)
+    picked = numbers.start_index_map
+    if numbers.offset_dims or not rows or made.prim not in _ELEMENTWISE or not jnp.issubdtype(operand.dtype, jnp.floating):
+        return None
 
-    def compared(indices: Any, updates: Any) -> Any:
+    def compared(array: Any, indices: Any) -> Any:
+        here, inside = _here(array.shape, rows, picked, indices, mode)
+        found = lax.reduce(lax.select(here, array, lax.full_like(array, 0)), jnp.zeros((), array.dtype), lax.add, picked)
+        if mode == lax.GatherScatterMode.FILL_OR_DROP:
+            fill = eqn.params["fill_value"]
+            found = lax.select(inside, found, lax.full_like(found, jnp.nan if fill is None else fill))
+        return lax.reshape(found, eqn.outvars[0].aval.shape)
+
+    return compared
+
+
+def _scattered(eqn: Any, made: Node) -> Callable | None:
+    numbers, out, indices = eqn.params["dimension_numbers"], eqn.outvars[0].aval, eqn.invars[1].aval
+    rows = _rows(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, indices)
+    fill = made.inputs[0] if made.prim == "broadcast_in_dim" else None
+    if numbers.update_window_dims or not rows or not isinstance(fill, Literal) or fill.aval.shape:
+        return None
+
+    def compared(_: Any, indices: Any, updates: Any) -> Any:
+        here, _ = _here(out.shape, rows, numbers.scatter_dims_to_operand_dims, indices, eqn.params["mode"])
+        length = [out.shape[d] for d in rows]
         updated = lax.add(lax.full(length, fill.value, out.dtype), lax.reshape(updates, length))
-        here = None
-        for k, dim in enumerate(numbers.scatter_dims_to_operand_dims):
-            index = lax.reshape(lax.index_in_dim(indices, k, indices.ndim - 1, keepdims=False), length)
-            index = lax.convert_element_type(index, _wide(index.dtype))
-            if eqn.params["mode"] == lax.GatherScatterMode.CLIP:
-                index = lax.clamp(jnp.zeros((), index.dtype), index, jnp.asarray(out.shape[dim] - 1, index.dtype))
-            same = lax.eq(lax.broadcasted_iota(index.dtype, out.shape, dim), lax.broadcast_in_dim(index, out.shape, rows))
-            here = same if here is None else lax.bitwise_and(here, same)
         return lax.select(here, lax.broadcast_in_dim(updated, out.shape, rows), lax.full(out.shape, fill.value, out.dtype))
 
     return compared
+
+
+_WRITTEN: dict[str, Callable[[Any, Node], Callable | None]] = {"gather": _gathered, "scatter-add": _scattered}
+
+
+def _rows(batches: Sequence[int], dims: Sequence[int], indices: Any) -> list[int]:
+    """The dimensions of the operand that the indices have too, in their order; none where a row has more or less than one element."""
+    rows = [row for _, row in sorted(zip(batches, dims, strict=True))]
+    others = [n for k, n in enumerate(indices.shape[:-1]) if k not in batches]
+    return rows if rows == sorted(rows) and math.prod(others) == 1 else []
+
+
+def _here(shape: Sequence[int], rows: Sequence[int], picked: Sequence[int], indices: Any, mode: Any) -> tuple[Any, Any]:
+    """Which elements of ``shape`` the indices say; which indices are of an element."""
+    here, inside, length = True, True, [shape[d] for d in rows]
+    for k, dim in enumerate(picked):
+        index = lax.reshape(lax.index_in_dim(indices, k, indices.ndim - 1, keepdims=False), length)
+        index = lax.convert_element_type(index, _wide(index.dtype))
+        zero, last = jnp.zeros((), index.dtype), jnp.asarray(shape[dim] - 1, index.dtype)
+        index = lax.clamp(zero, index, last) if mode == lax.GatherScatterMode.CLIP else index
+        here &= lax.eq(lax.broadcasted_iota(index.dtype, shape, dim), lax.broadcast_in_dim(index, shape, rows))
+        inside &= (index >= zero) & (index <= last)
+    return here, inside
 
 
 def _wide(dtype: Any) -> Any:

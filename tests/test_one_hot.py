@@ -1,4 +1,4 @@
-"""A scatter of one element into each row becomes a comparison, with the same numbers; others stay."""
+"""A gather or scatter of one element of each row becomes a comparison, with the same numbers; others stay."""
 
 import jax
 import jax.numpy as jnp
@@ -29,17 +29,26 @@ def several(logits, labels):
     return jnp.take_along_axis(jnp.sin(logits), jnp.stack([labels, labels], -1), axis=-1).sum()
 
 
+def argument(logits, labels):
+    """It is in memory: one element of each row is less than all."""
+    return jnp.take_along_axis(logits, labels[..., None], axis=-1).sum()
+
+
 def rows(logits, labels):
     return jnp.sin(logits[0])[labels[:, 0]].sum()
 
 
+def found(closed, *prims):
+    return [node for node in walk(build(closed)) if node.prim in prims]
+
+
 def scatters(closed):
-    return [node for node in walk(build(closed)) if node.prim == "scatter-add"]
+    return found(closed, "scatter-add")
 
 
 @pytest.mark.parametrize(
     "loss, compared",
-    [(picked, True), (along_the_middle, False), (clipped, True), (several, False), (rows, False)],
+    [(picked, True), (along_the_middle, False), (clipped, True), (argument, True), (several, False), (rows, False)],
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("index", [jnp.int32, jnp.int8, jnp.uint32])
@@ -50,8 +59,12 @@ def test_one_element_of_a_row_is_found_by_comparison(loss, compared, dtype, inde
     gradient = jax.grad(loss)
     closed = jax.make_jaxpr(gradient)(logits, labels)
     assert bool(scatters(closed)) != compared
-    (found,) = evaluator(build(closed))(logits, labels)
-    np.testing.assert_array_equal(found, gradient(logits, labels))
+    (result,) = evaluator(build(closed))(logits, labels)
+    np.testing.assert_array_equal(result, gradient(logits, labels))
+    forward = jax.make_jaxpr(loss)(logits, labels)
+    assert bool(found(forward, "gather")) == (not compared or loss is argument)
+    (value,) = evaluator(build(forward))(logits, labels)
+    np.testing.assert_array_equal(np.float32(value), np.float32(loss(logits, labels)))
 
 
 def test_nothing_is_left_of_the_array_it_was_added_to():
@@ -96,5 +109,5 @@ def test_a_cross_entropy_adds_to_no_array_as_large_as_the_logits():
     logits, labels = jax.random.normal(jax.random.key(0), LOGITS), jnp.arange(24).reshape(LABELS) % 10
     closed = jax.make_jaxpr(jax.grad(loss))(logits, labels)
     assert all(node.eqn.outvars[0].aval.size < logits.size for node in scatters(closed))
-    (found,) = jax.jit(evaluator(build(closed)))(logits, labels)
-    np.testing.assert_allclose(found, jax.jit(jax.grad(loss))(logits, labels), rtol=2e-6, atol=1e-8)
+    (result,) = jax.jit(evaluator(build(closed)))(logits, labels)
+    np.testing.assert_allclose(result, jax.jit(jax.grad(loss))(logits, labels), rtol=2e-6, atol=1e-8)

@@ -100,12 +100,14 @@ class _Order:
         return [max(backward, key=lambda x: value_bytes(self.values[x])), *made] if backward and made else []
 
     def _early(self, node: Node, place: int) -> list[int]:
-        """The smallest array that an early operation reads, and something that waits for the forward pass."""
+        """The smallest array that an early operation reads, and something no larger than its result that waits for the forward pass."""
         read = [x for x in node.inputs if isinstance(x, int) and self.values[x].shape]
         if node.prim not in _WRITTEN or not self.waits.isdisjoint(read):
             return []
         tie = cotangent_at(self.program, self.graph, place, self.phase, self.readers, self.position, self.ripe)
-        return [min(read, key=lambda x: value_bytes(self.values[x])), tie] if read and tie is not None else []
+        if not read or tie is None or value_bytes(self.values[tie]) > value_bytes(self.values[node.outputs[0]]):
+            return []  # what passes a barrier is written for it
+        return [min(read, key=lambda x: value_bytes(self.values[x])), tie]
 
     def _floating(self, number: int) -> bool:
         return bool(self.values[number].shape) and jnp.issubdtype(self.values[number].dtype, jnp.floating)
