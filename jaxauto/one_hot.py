@@ -7,6 +7,7 @@ comparison with an iota is fused with what is beside it (scripts/results/one_hot
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,7 +49,7 @@ def _gathered(eqn: Any, made: Node) -> Callable | None:
 
     def compared(array: Any, indices: Any) -> Any:
         here, inside = _here(array.shape, rows, picked, indices, mode)
-        found = lax.reduce(lax.select(here, array, lax.full_like(array, 0)), jnp.zeros((), array.dtype), lax.add, picked)
+        found = lax.reduce_sum(lax.select(here, array, lax.full_like(array, 0)), picked)
         if mode == lax.GatherScatterMode.FILL_OR_DROP:
             fill = eqn.params["fill_value"]
             found = lax.select(inside, found, lax.full_like(found, jnp.nan if fill is None else fill))
@@ -85,15 +86,15 @@ def _rows(batches: Sequence[int], dims: Sequence[int], indices: Any) -> list[int
 
 def _here(shape: Sequence[int], rows: Sequence[int], picked: Sequence[int], indices: Any, mode: Any) -> tuple[Any, Any]:
     """Which elements of ``shape`` the indices say; which indices are of an element."""
-    here, inside, length = True, True, [shape[d] for d in rows]
+    here, inside, length = [], [], [shape[d] for d in rows]
     for k, dim in enumerate(picked):
         index = lax.reshape(lax.index_in_dim(indices, k, indices.ndim - 1, keepdims=False), length)
         index = lax.convert_element_type(index, _wide(index.dtype))
         zero, last = jnp.zeros((), index.dtype), jnp.asarray(shape[dim] - 1, index.dtype)
         index = lax.clamp(zero, index, last) if mode == lax.GatherScatterMode.CLIP else index
-        here &= lax.eq(lax.broadcasted_iota(index.dtype, shape, dim), lax.broadcast_in_dim(index, shape, rows))
-        inside &= (index >= zero) & (index <= last)
-    return here, inside
+        here.append(lax.eq(lax.broadcasted_iota(index.dtype, shape, dim), lax.broadcast_in_dim(index, shape, rows)))
+        inside.append((index >= zero) & (index <= last))
+    return functools.reduce(lax.bitwise_and, here), functools.reduce(lax.bitwise_and, inside)
 
 
 def _wide(dtype: Any) -> Any:

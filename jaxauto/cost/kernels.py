@@ -189,12 +189,16 @@ class Kernels:
         return found
 
     def _breaks(self, node: Node, seed: int, outputs: Set[int]) -> bool:
-        """Whether a sum is combined with another array made of the seed than it sums; steps on the way that nothing else uses are none."""
+        """Whether a sum is combined with another array made of the seed than it sums; steps on the way that nothing else uses are none.
+
+        What is only summed in turn (the loss, where the label's logit is found by comparison) stays in the kernel.
+        """
         (operand, *_) = node.inputs
         assert isinstance(operand, int)
         source = self._source(operand)
         ends = self._ends(node.outputs[0], self.values[operand].elements, outputs)
-        with_it = {x for end in ends for x in self._node(end).inputs if isinstance(x, int)}
+        read = [end for end in ends if any(self.values[x].elements >= self.values[operand].elements for x in self._sinks([end], outputs))]
+        with_it = {x for end in read for x in self._node(end).inputs if isinstance(x, int)}
         return any(seed in self._trivial(x) and self._source(x) != source for x in with_it)
 
     def _source(self, number: int) -> int:

@@ -59,7 +59,12 @@ def test_rows_of_a_sum_are_added_where_they_are_normalised():
 
 
 def loss_of(function):
-    """The mean of one element of each row."""
+    """The mean of one element of each row, gathered by row and label."""
+    return lambda x, labels: -jnp.mean(function(x.astype(F32))[jnp.arange(len(labels)), labels])
+
+
+def compared(function):
+    """The same, found by comparison."""
     return lambda x, labels: -jnp.mean(jnp.take_along_axis(function(x.astype(F32)), labels[:, None], -1))
 
 
@@ -75,6 +80,8 @@ def shifted(graph, buffers, size):
         (jax.value_and_grad(loss_of(jax.nn.log_softmax)), 1),  # the exp is read by its sum and by the gradient
         (loss_of(jax.nn.log_softmax), 1),  # by its sum alone: what is gathered from is written
         (jax.value_and_grad(loss_of(jax.nn.softmax)), 0),  # combined with what is summed: one kernel
+        (jax.value_and_grad(compared(jax.nn.log_softmax)), 0),  # the loss is a sum of rows as well
+        (compared(jax.nn.log_softmax), 0),
     ],
 )
 def test_the_centring_of_rows_is_written_where_its_kernel_ends(function, wanted):
