@@ -88,7 +88,7 @@ def _here(shape: Sequence[int], rows: Sequence[int], picked: Sequence[int], indi
     """Which elements of ``shape`` the indices say; which indices are of an element."""
     here, inside, length = [], [], [shape[d] for d in rows]
     for k, dim in enumerate(picked):
-        index = lax.reshape(lax.index_in_dim(indices, k, indices.ndim - 1, keepdims=False), length)
+        index = lax.reshape(indices if len(picked) == 1 else lax.index_in_dim(indices, k, indices.ndim - 1), length)
         index = lax.convert_element_type(index, _wide(index.dtype))
         zero, last = jnp.zeros((), index.dtype), jnp.asarray(shape[dim] - 1, index.dtype)
         index = lax.clamp(zero, index, last) if mode == lax.GatherScatterMode.CLIP else index

@@ -29,6 +29,12 @@ def several(logits, labels):
     return jnp.take_along_axis(jnp.sin(logits), jnp.stack([labels, labels], -1), axis=-1).sum()
 
 
+def two_indices(logits, labels):
+    """One element of each matrix."""
+    numbers = lax.GatherDimensionNumbers((), (1, 2), (1, 2), (0,), (0,))
+    return lax.gather(jnp.sin(logits), labels[:, :2], numbers, (1, 1, 1), mode="fill").sum()
+
+
 def argument(logits, labels):
     """It is in memory: one element of each row is less than all."""
     return jnp.take_along_axis(logits, labels[..., None], axis=-1).sum()
@@ -48,7 +54,7 @@ def scatters(closed):
 
 @pytest.mark.parametrize(
     "loss, compared",
-    [(picked, True), (along_the_middle, False), (clipped, True), (argument, True), (several, False), (rows, False)],
+    [(picked, True), (along_the_middle, False), (clipped, True), (argument, True), (two_indices, True), (several, False), (rows, False)],
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("index", [jnp.int32, jnp.int8, jnp.uint32])
