@@ -218,7 +218,9 @@ class _Fusion:
                 self.unwritten.add(number)
             if kind is Kind.SCATTER or node.prim == "dynamic_update_slice":
                 self.writers.append((self.clock, number, self.roots(operands[0]) if operands else roots))
-            elif not writes and not moved and not (self.kernels and number in self.kernels.rows):
+            elif (
+                not writes and not moved and not (self.kernels and (number in self.kernels.rows or self.kernels.beside_sum(number, roots)))
+            ):
                 self.writers.append((self.clock, number, roots))
         else:
             self.virtual[number] = roots

@@ -236,6 +236,12 @@ class Kernels:
         if stacked:
             self.alone.add(number)
 
+    def beside_sum(self, number: int, roots: Iterable[int]) -> bool:
+        """Whether a sum over as many elements reads an array in common: the kernel of both writes over none of its operands."""
+        wide, size = {r for r in roots if self.values[r].elements >= self._elements(number)}, self._elements(number)
+        sums = (x for x, (read, *_) in self.stored.items() if not wide.isdisjoint(read) and self._elements(x) == size)
+        return any(self.kind(self._node(x)) is Kind.REDUCE for x in sums)
+
     def found(self, start: Mapping[int, int]) -> Found:
         """Args: start: position of each value that has a buffer."""
         result = Found()

@@ -206,3 +206,20 @@ def test_what_passes_a_barrier_together_is_not_combined():
     shapes = (2, 16, 32), (2, 8, 32), (2, 8, 4, 32), (2, 4, 4, 32)
     graph, buffers = buffers_of(fn, *(array(*shape, dtype=BF16) for shape in shapes))
     assert made_by(graph, buffers) == ["dot_general", "dot_general", "tanh", "mul", "mul"]
+
+
+@pytest.mark.parametrize("summed, overwritten", [(False, True), (True, False)])
+def test_a_kernel_with_a_sum_writes_over_none_of_its_operands(summed, overwritten):
+    """Beside a sum of columns of the same array, what is made of it element by element lies beside it."""
+
+    def fun(x, y):
+        wide = x @ y
+        total = jnp.sum(wide * wide, 0) if summed else y
+        return total, jnp.sin(wide) @ y.T
+
+    graph, buffers = buffers_of(fun, array(256, 64), array(64, 512))
+    first = next(node for node in graph.nodes if node.prim == "dot_general").outputs[0]
+    (made,) = (v.id for v in graph.values.values() if v.producer is not None and v.producer.prim == "sin")
+    start = dict(zip(buffers.ids.tolist(), buffers.start.tolist(), strict=True))
+    end = dict(zip(buffers.ids.tolist(), buffers.end.tolist(), strict=True))
+    assert (end[first] < start[made]) == overwritten
