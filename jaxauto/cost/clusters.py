@@ -8,6 +8,7 @@ A cluster is one dot and the fused values that are made of its result before ano
 - an elementwise operand is not written either: a dot reads what that is made of (a convolution would make it     ``Clusters.feed``
   once for each tap)
 - what is made of the same arrays, or of each other, is made in one pass that reads each array once              ``Clusters._read_once``
+- one of several results of one fusion is not written over by what reads it last                                 ``Clusters.in_tuple``
 - HBM traffic runs beside the flops: of B bytes only what exceeds ``flops * bytes_per_flop`` costs time            ``Clusters._charge``
 """
 
@@ -57,6 +58,7 @@ class Clusters:
         self.dots: list[int] = []  # positions
         self.held: dict[int, tuple[int, ...]] = {}  # operand or result of a dot without a buffer → what holds it
         self.apart: set[int] = set()  # softmax: exps that their sums are not made beside
+        self.in_tuple: set[int] = set()  # one of several results of a fusion
         self.slices: dict[int, tuple[frozenset[int], float]] = {}  # of stacks, what a trip reads → the stack, reads of it charged already
 
     def use(self, roots: frozenset[int]) -> None:
@@ -101,8 +103,11 @@ class Clusters:
         result.absorbed.update({number: at for number, at in until.items() if number not in wanted})
         for root in self._read_once({n: at for n, at in start.items() if n not in result.absorbed}, loose):
             result.reads[root] = result.reads.get(root, 0.0) + 1.0
+        self.in_tuple.update(dot for dot in beside.values() if dot not in result.absorbed)
         for cluster in self.clusters.values():
             self._charge(cluster, result)
+            written = [n for n in (*cluster.node.outputs, *cluster.stored) if n in start and n not in result.absorbed]
+            self.in_tuple.update(written if len(written) > 1 else ())
             self.held.update({x: tuple(n for n in cluster.stored if n in start) for x in cluster.node.outputs if x in result.absorbed})
         for target, (stack, charged) in reversed(self.slices.items()):  # inner loops first
             for root in stack:
@@ -137,6 +142,7 @@ class Clusters:
         readers: dict[int, list[tuple[int, bool]]] = {}  # wide array → passes that read it, or make it
         ready: dict[int, int] = {}  # position of the last operation or sum that a value depends on
         seen: set[tuple[int, int]] = set()
+        made: dict[int, list[int]] = {}  # in the pass that begins there
         mine = set(loose)
         for number, (roots, at) in sorted(self.stored.items(), key=lambda item: item[1][1]):
             value = self.values[number]
@@ -149,12 +155,14 @@ class Clusters:
             back = value.producer.backward
             begun = [p for r in wide for p, b in readers.get(r, ()) if b == back and ready[number] <= p]
             mine_at = min(begun, default=at)
+            made.setdefault(mine_at, []).append(number)
             for root in (r for r in roots if (r, mine_at) not in seen):
                 seen.add((root, mine_at))
                 yield root
             seen.add((number, mine_at))
             for r in (*wide, number):
                 readers.setdefault(r, []).append((mine_at, back))
+        self.in_tuple.update(n for numbers in made.values() if len(numbers) > 1 for n in numbers)
 
     def _same_size(self, a: int, b: int) -> bool:
         return self.values[a].elements == self.values[b].elements

@@ -31,6 +31,7 @@ from jaxauto.graph import value_bytes, walk
 _WRITES = frozenset({Kind.DOT, Kind.CONV, Kind.GATHER, Kind.SCATTER, Kind.SCAN, Kind.OPAQUE, Kind.CONTROL, Kind.REDUCE})
 _READS = _WRITES - {Kind.REDUCE}
 _MAX_ROOTS = 32
+_WORTH = 0.75  # XLA:TPU makes a value in each dot that reads it where that moves less than this share of the bytes of writing it once
 # What a compiler does not make again for each reader. Seen in schedules: TPU keeps scores and makes exp(scores) twice, CPU keeps the exp.
 MADE_ONCE = {
     "cpu": frozenset({Kind.EXPENSIVE, Kind.RANDOM}),
@@ -196,7 +197,7 @@ class _Fusion:
         if (kind is Kind.EXPENSIVE and not softmax and not is_shifted(value, self.values)) or not self.heavy.isdisjoint(fused):
             self.heavy.add(number)
         if softmax and self.clusters:
-            (self.summed if keeps_exp(value, sums) else self.clusters.apart).add(number)
+            (self.summed if keeps_exp(value, sums, self.values) else self.clusters.apart).add(number)
         moved = (kind is Kind.MOVE and node.prim != "transpose") or not self.moved.isdisjoint(operands)  # a transpose is a layout
         if self.kernels:
             self.kernels.meet(node, number, operands, self.virtual)
@@ -255,10 +256,12 @@ class _Fusion:
         return 2 * sum(value_bytes(self.values[r]) for r in roots) > value_bytes(value)
 
     def is_shared(self, value: Value, roots: frozenset[int]) -> bool:
-        """Whether dots read a value from memory: several do, and making it in each takes a transcendental or moves more bytes."""
+        """Whether dots read a value from memory: several do, and making it in each takes a transcendental or moves little less."""
         dots = sum(self.kind(u) is Kind.DOT for u in value.users)
+        if dots < 2 or value.id in self.heavy:
+            return dots > 1
         wide = sum(value_bytes(self.values[r]) for r in roots)
-        return dots > 1 and (value.id in self.heavy or (dots - 1) * wide > (dots + 1) * value_bytes(value))
+        return dots * wide > _WORTH * (wide + (dots + 1) * value_bytes(value))
 
     def fans_out(self, value: Value, roots: frozenset[int]) -> bool:
         if value.id in self.summed:
@@ -309,8 +312,8 @@ class _Fusion:
         return found.written
 
     def take_over(self, inputs: set[int]) -> None:
-        """A result takes the memory of an operand of its size that dies as it is written."""
-        taken = set(inputs)
+        """A result takes the memory of an operand of its size that dies as it is written; on TPU not of one of several results of a fusion."""
+        taken = inputs | (self.clusters.in_tuple if self.clusters else set())
         for at, number, roots in (w for w in self.writers if w[1] not in self.in_place):
             size = value_bytes(self.values[number])
             for root in sorted(roots - taken):

@@ -66,6 +66,29 @@ def _longest(value: Value, sums: Sequence[Node]) -> float:
     return max(value.elements / max(1, user.eqn.outvars[0].aval.size) for user in sums)
 
 
-def keeps_exp(value: Value, sums: Sequence[Node]) -> bool:
-    """Whether the exp of a softmax is written with its sums, for the second pass to read. Else both passes make it from the scores."""
-    return _longest(value, sums) <= LONG and not is_flat(value)
+def keeps_exp(value: Value, sums: Sequence[Node], values: Mapping[int, Value]) -> bool:
+    """Whether the exp of a softmax is written with its sums, for the second pass to read. Else both passes make it from the scores.
+
+    So do dots of the forward pass and of the backward pass where the scores, as they are shifted, are of a narrower type.
+    """
+    if _longest(value, sums) > LONG or is_flat(value):
+        return False
+    node = value.producer
+    shifted = values[node.inputs[0]].producer if node is not None and isinstance(node.inputs[0], int) else None
+    scores = values[shifted.inputs[0]].producer if shifted is not None and isinstance(shifted.inputs[0], int) else None
+    return scores is None or not is_widening(scores, values) or len(_passes(value, values)) < 2
+
+
+def _passes(value: Value, values: Mapping[int, Value]) -> set[bool]:
+    """Of which passes the dots are that read a value or what is made of it alone with nothing less wide: forward, backward."""
+    found: set[bool] = set()
+    waiting, seen = [value], {value.id}
+    while waiting:
+        for user in waiting.pop().users:
+            if user.prim == "dot_general":
+                found.add(user.backward)
+                continue
+            made = [values[x] for x in user.outputs if x not in seen and values[x].elements >= value.elements and not user.bodies]
+            seen.update(x.id for x in made)
+            waiting += made
+    return found
