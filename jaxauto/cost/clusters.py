@@ -5,8 +5,7 @@ A cluster is one dot and the fused values that are made of its result before ano
 - what needs a sum that takes a pass of its own is not made in it                                                 ``Clusters._first_pass``
 - a result that is written has its own sums and maxima made beside it, without reading it again                   ``Clusters._beside``
 - on one device the optimizer is part of it, with the gradient that the dot makes                               ``Clusters._goes_along``
-- an elementwise operand is not written either: a dot reads what that is made of (a convolution would make it     ``Clusters.feed``
-  once for each tap)
+- an elementwise operand is not written either: a dot or convolution reads what that is made of                  ``Clusters.feed``
 - what is made of the same arrays, or of each other, is made in one pass that reads each array once              ``Clusters._read_once``
 - one of several results of one fusion is not written over by what reads it last                                 ``Clusters.in_tuple``
 - HBM traffic runs beside the flops: of B bytes only what exceeds ``flops * bytes_per_flop`` costs time            ``Clusters._charge``
@@ -19,7 +18,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from jaxauto.core import Kind, Node, OpRule, Value
-from jaxauto.cost.patterns import ROW, is_deep, is_flat
+from jaxauto.cost.patterns import ROW, is_deep, is_flat, lanes_filled
 from jaxauto.graph import value_bytes
 
 FUSING = frozenset({Kind.DOT, Kind.CONV})
@@ -67,7 +66,7 @@ class Clusters:
 
     def feed(self, node: Node, operand: int, roots: frozenset[int]) -> None:
         """An elementwise operand of an operation."""
-        if self.rules[node.id].kind is Kind.DOT:
+        if self.rules[node.id].kind in FUSING:
             self.clusters.setdefault(node.id, _Cluster(node)).fed[operand] = roots
             self.held[operand] = tuple(roots)
 
@@ -293,7 +292,7 @@ class Clusters:
         for root in cluster.read:
             reads[root] = reads.get(root, 0.0) + 1.0
         total = sum(n * bytes_(r) for r, n in reads.items()) + sum(n * bytes_(w) for w, n in written.items())
-        hidden = max(0.0, (rule.flops or 0.0) * self.bytes_per_flop - own)
+        hidden = max(0.0, (rule.flops or 0.0) * self.bytes_per_flop / lanes_filled(cluster.node) - own)
         exposed = max(0.0, total - hidden) / total if total else 0.0
         for root, amount in reads.items():
             result.reads[root] = result.reads.get(root, 0.0) + amount * exposed

@@ -24,14 +24,14 @@ from jaxauto.cost.clusters import FUSING, Clusters
 from jaxauto.cost.kernels import Kernels
 from jaxauto.cost.liveness import Buffers
 from jaxauto.cost.order import in_donated, schedule
-from jaxauto.cost.patterns import is_shifted, is_softmax, is_strided, is_widening, keeps_exp
+from jaxauto.cost.patterns import is_shifted, is_softmax, is_strided, is_widening, keeps_exp, slides
 from jaxauto.cost.stacks import stack_passes
 from jaxauto.graph import value_bytes, walk
 
 _WRITES = frozenset({Kind.DOT, Kind.CONV, Kind.GATHER, Kind.SCATTER, Kind.SCAN, Kind.OPAQUE, Kind.CONTROL, Kind.REDUCE})
 _READS = _WRITES - {Kind.REDUCE}
 _MAX_ROOTS = 32
-_WORTH = 0.75  # XLA:TPU makes a value in each dot that reads it where that moves less than this share of the bytes of writing it once
+_WORTH = 0.77  # XLA:TPU makes a value in each dot that reads it where that moves less than this share of the bytes of writing it once
 # What a compiler does not make again for each reader. Seen in schedules: TPU keeps scores and makes exp(scores) twice, CPU keeps the exp.
 MADE_ONCE = {
     "cpu": frozenset({Kind.EXPENSIVE, Kind.RANDOM}),
@@ -194,7 +194,8 @@ class _Fusion:
             self.costly.add(number)
         sums = [u for u in value.users if self.kind(u) is Kind.REDUCE] if self.clusters and kind is Kind.EXPENSIVE else []
         softmax = is_softmax(value, sums)
-        if (kind is Kind.EXPENSIVE and not softmax and not is_shifted(value, self.values)) or not self.heavy.isdisjoint(fused):
+        below = (2 * self.values[x].elements >= value.elements for x in self.heavy.intersection(fused))  # that of a row is made apart
+        if (kind is Kind.EXPENSIVE and not softmax and not is_shifted(value, self.values)) or any(below):
             self.heavy.add(number)
         if softmax and self.clusters:
             (self.summed if keeps_exp(value, sums, self.values) else self.clusters.apart).add(number)
@@ -249,7 +250,7 @@ class _Fusion:
             return False
         if self.kernels and self.kind(user) is Kind.GATHER and user.inputs[0] == value.id:
             return value.id in self.kernels.rows  # of anything else the elements are made that are gathered
-        if self.clusters and self.kind(user) is Kind.DOT:
+        if self.clusters and self.kind(user) in FUSING:
             return self.is_shared(value, roots)
         if not user.bodies or any(link.source == value.id and link.kind is not LinkKind.CONST for link in user.links):
             return True
@@ -257,7 +258,7 @@ class _Fusion:
 
     def is_shared(self, value: Value, roots: frozenset[int]) -> bool:
         """Whether dots read a value from memory: several do, and making it in each takes a transcendental or moves little less."""
-        dots = sum(self.kind(u) is Kind.DOT for u in value.users)
+        dots = sum(self.kind(u) in FUSING and not slides(u) for u in value.users)
         if dots < 2 or value.id in self.heavy:
             return dots > 1
         wide = sum(value_bytes(self.values[r]) for r in roots)
@@ -266,7 +267,7 @@ class _Fusion:
     def fans_out(self, value: Value, roots: frozenset[int]) -> bool:
         if value.id in self.summed:
             return True
-        if sum(self.clusters is None or self.kind(u) is not Kind.DOT for u in value.users) < 2:
+        if sum(self.clusters is None or self.kind(u) not in FUSING for u in value.users) < 2:
             return False
         wide = [value_bytes(self.values[r]) for r in roots if 2 * self.values[r].elements >= value.elements]
         moves_more = len(wide) > 1 and (self.clusters is None or sum(wide) > value_bytes(value))
@@ -312,7 +313,7 @@ class _Fusion:
         return found.written
 
     def take_over(self, inputs: set[int]) -> None:
-        """A result takes the memory of an operand of its size that dies as it is written; on TPU not of one of several results of a fusion."""
+        """A result takes the memory of an operand of its size that dies as it is written (on TPU not of one of several results)."""
         taken = inputs | (self.clusters.in_tuple if self.clusters else set())
         for at, number, roots in (w for w in self.writers if w[1] not in self.in_place):
             size = value_bytes(self.values[number])

@@ -14,6 +14,7 @@ from jaxauto.graph import value_bytes
 
 ROW = 4096  # elements: a softmax over as many does not fuse with the dot that makes its operand
 LONG = 4096  # elements: over more it writes no exp either
+_LANES = 128
 DEPTH = 112  # elements of a head dimension: seen fused up to here, apart from 127 on
 
 
@@ -35,6 +36,28 @@ def is_strided(node: Node) -> bool:
     if node.prim == "slice":
         return max(node.params["strides"] or (1,)) > 1
     return node.prim == "pad" and any(inside for _, _, inside in node.params["padding_config"])
+
+
+def slides(node: Node) -> bool:
+    """A convolution with a window of more than one element, or the gradient in such a kernel: it makes what it reads from what that is
+    made of, whatever that takes."""
+    if node.prim != "conv_general_dilated":
+        return False
+    numbers = node.params["dimension_numbers"]
+    taps, after = (
+        math.prod(value.aval.shape[d] for d in spec[2:])
+        for value, spec in ((node.eqn.invars[1], numbers.rhs_spec), (node.eqn.outvars[0], numbers.out_spec))
+    )
+    return min(taps, after) > 1
+
+
+def lanes_filled(node: Node) -> float:
+    """By how much tiles enlarge the largest array of a convolution, of which batch or features are minor (``layout.py``)."""
+    if node.prim != "conv_general_dilated":
+        return 1.0
+    specs, values = node.params["dimension_numbers"], (*node.eqn.invars[:2], node.eqn.outvars[0])
+    largest, spec = max(((v.aval, spec) for v, spec in zip(values, specs, strict=True)), key=lambda pair: pair[0].size)
+    return min(-(-largest.shape[d] // _LANES) * _LANES / largest.shape[d] for d in spec[:2])
 
 
 def is_widening(node: Node, values: Mapping[int, Value]) -> bool:

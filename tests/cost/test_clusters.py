@@ -27,12 +27,51 @@ def test_an_elementwise_operand_is_made_inside_the_dot():
     assert made_by(graph, buffers) == ["dot_general"]
 
 
-def test_but_not_inside_a_convolution():
-    def fn(x, k):
-        return jax.lax.conv_general_dilated(x + 1, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+def convolution(x, kernel):
+    return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
-    graph, buffers = on_tpu(fn, array(2, 8, 8, 4), array(3, 3, 4, 4))
-    assert made_by(graph, buffers) == ["add", "conv_general_dilated"]
+
+def test_and_inside_a_convolution():
+    graph, buffers = on_tpu(lambda x, k: convolution(x + 1, k), array(2, 8, 8, 4), array(3, 3, 4, 4))
+    assert made_by(graph, buffers) == ["conv_general_dilated"]
+
+
+@pytest.mark.parametrize(("taps", "stored"), [(3, False), (1, True)])
+def test_what_two_convolutions_read_is_stored_if_it_is_dear_and_they_do_not_slide(taps, stored):
+    """As compiled for v5p: the activations of a U-Net are made in both convolutions that read them, of 3 x 3 elements."""
+
+    def fn(x, k, m):
+        t = jnp.tanh(x)
+        return convolution(t, k), convolution(t, m)
+
+    graph, buffers = on_tpu(fn, array(2, 8, 8, 4), array(taps, taps, 4, 4), array(taps, taps, 4, 4))
+    assert ("tanh" in made_by(graph, buffers)) == stored
+
+
+def test_the_root_of_a_row_does_not_make_what_dots_read_dear():
+    """A norm: the dots that read it make it from what was normed."""
+
+    def fn(x, y):
+        normed = x * jax.lax.rsqrt(jnp.sum(x * x, 1, keepdims=True))
+        return normed @ y, y @ normed
+
+    graph, buffers = on_tpu(fn, X, X)
+    assert all(graph.values[int(n)].shape != X.shape or n in graph.inputs or n in graph.outputs for n in buffers.ids)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_result_that_a_fusion_makes_beside_others_is_not_written_over(beside):
+    """Temporaries of a dot whose result is scaled by sums of its rows, as compiled for v5p: twice the result where its fusion sums it."""
+
+    def fn(x, y, rows):
+        made = x @ y if beside else jax.lax.optimization_barrier(x @ y)
+        scaled = jnp.tanh(made * (jnp.sum(made, 1, keepdims=True) if beside else rows))
+        return scaled @ y, x @ scaled
+
+    graph, buffers = on_tpu(fn, X, X, array(32, 1))
+    live = {graph.values[int(n)].producer: (s, e) for n, s, e in zip(buffers.ids, buffers.start, buffers.end, strict=True)}
+    made, scaled = (next(live[node] for node in graph.nodes if node.prim == prim and node in live) for prim in ("dot_general", "tanh"))
+    assert (made[1] < scaled[0]) != beside
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [(jnp.bfloat16, False), (jnp.float32, True)])
@@ -64,7 +103,8 @@ def gradient_of_scores(q, k, most, total, d, sums):
 
 
 @pytest.mark.parametrize("sums", [False, True])
-def test_a_softmax_made_again_is_made_by_each_dot_that_reads_it(sums):
+def test_the_gradient_of_scores_that_two_dots_read_is_written_and_the_scores_are_not(sums):
+    """As compiled for v5p, 8 x 16 x 1,024 x 1,024 scores, all in float32 or in bfloat16."""
     q, rows, wide = array(2, 64, 4, 8), array(2, 4, 64, 1), array(2, 4, 64, 64)
     graph, buffers = on_tpu(lambda *args: gradient_of_scores(*args, sums), q, q, rows, rows, wide)
     stored = [
@@ -72,7 +112,23 @@ def test_a_softmax_made_again_is_made_by_each_dot_that_reads_it(sums):
         for n in buffers.ids
         if graph.values[int(n)].shape == wide.shape and graph.values[int(n)].producer
     ]
-    assert stored == (["exp"] if sums else ["dot_general"])
+    assert stored == ["mul"]
+
+
+@pytest.mark.parametrize(("dtype", "both", "stored"), [("bfloat16", True, 0), ("float32", True, 1), ("bfloat16", False, 1)])
+def test_the_exp_of_narrow_scores_is_not_written_if_dots_of_both_passes_make_it(dtype, both, stored):
+    """As compiled for v5p: what attention keeps for its backward pass is bfloat16 scores, or the exp in float32 and the weights."""
+
+    def attention(q, k):
+        scores = jnp.einsum("blhk,bmhk->bhlm", q, k, preferred_element_type=dtype).astype(jnp.float32)
+        return jnp.einsum("bhlm,bmhk->blhk", jax.nn.softmax(scores).astype(q.dtype), k)
+
+    def fn(q, k):
+        out, pull = jax.vjp(attention, q, k)
+        return (out, *pull(out * out)) if both else out
+
+    q = jax.ShapeDtypeStruct((2, 64, 4, 8), jnp.bfloat16)
+    assert made_by(*on_tpu(fn, q, q)).count("exp") == stored
 
 
 def softmax_of_scores(q, k):
