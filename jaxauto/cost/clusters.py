@@ -22,6 +22,7 @@ from jaxauto.cost.patterns import ROW, is_deep, is_flat, lanes_filled
 from jaxauto.graph import value_bytes
 
 FUSING = frozenset({Kind.DOT, Kind.CONV})
+_SUMS = frozenset({"add", "add_any"})
 _WALLS = frozenset({"optimization_barrier", "scan", "while", "cond"})
 
 
@@ -197,8 +198,10 @@ class Clusters:
 
     def _goes_along(self, node: Node, user: Node) -> bool:
         """Whether ``user`` can be in one fusion with the dot ``node``: not of another pass (but the optimizer with a gradient that no other
-        device has a part of), no operation, no barrier."""
+        device has a part of), no operation, no barrier, no sum with what a scatter makes of zeros."""
         if user.prim in _WALLS or user.id not in self.rules or (user.backward != node.backward and not (node.backward and self.alone)):
+            return False
+        if user.prim in _SUMS and any(self._made_by(x) is Kind.SCATTER for x in user.inputs):  # XLA scatters into the other summand
             return False
         return self.rules[user.id].kind not in FUSING | {Kind.GATHER, Kind.SCATTER, Kind.OPAQUE}
 
@@ -253,8 +256,11 @@ class Clusters:
         return root in self.stored and root not in self.apart and self.rules[self._node(root).id].kind is Kind.EXPENSIVE
 
     def _is_dot(self, number: int) -> bool:
-        node = self.values[number].producer
-        return node is not None and node.id in self.rules and self.rules[node.id].kind in FUSING
+        return self._made_by(number) in FUSING
+
+    def _made_by(self, x: object) -> Kind | None:
+        node = self.values[x].producer if isinstance(x, int) else None
+        return self.rules[node.id].kind if node is not None and node.id in self.rules else None
 
     def _is_wide(self, number: int, dot: int) -> bool:
         return 2 * self.values[number].elements >= self.values[dot].elements

@@ -394,3 +394,18 @@ def test_a_slice_that_goes_from_stack_to_stack_is_read():
         if graph.values[int(n)].shape == (4, 64, 64) and int(n) not in graph.inputs
     }
     assert stacks == {"convert_element_type": 1.0, "scan": 0.0}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_gradient_of_a_tied_embedding_does_not_wait_for_the_scatter(tied):
+    """XLA scatters into what the dot made: the dot is not fused with the optimizer, which would keep its operands until the end."""
+
+    def fn(w, x, dy, rows, ids):
+        gradient = x.T @ dy
+        late = jnp.tanh(jnp.tanh(rows))
+        gradient = gradient + jnp.zeros_like(w).at[ids].add(late) if tied else gradient * 3
+        return w - 0.1 * gradient
+
+    graph, buffers = on_tpu(fn, X, X, X, X, jax.ShapeDtypeStruct((32,), jnp.int32))
+    dot = next(node for node in graph.nodes if node.prim == "dot_general")
+    assert (dot.outputs[0] in buffers.ids) == tied
