@@ -199,7 +199,7 @@ class _Fusion:
             self.heavy.add(number)
         if softmax and self.clusters:
             (self.summed if keeps_exp(value, sums, self.values) else self.clusters.apart).add(number)
-        moved = (kind is Kind.MOVE and node.prim != "transpose") or not self.moved.isdisjoint(operands)  # a transpose is a layout
+        moved = (kind is Kind.MOVE and not self.is_layout(node)) or not self.moved.isdisjoint(operands)
         if self.kernels:
             self.kernels.meet(node, number, operands, self.virtual)
         wanted = writes or any(self.is_read(value, u, roots) for u in value.users)
@@ -220,9 +220,7 @@ class _Fusion:
                 self.unwritten.add(number)
             if kind is Kind.SCATTER or node.prim == "dynamic_update_slice":
                 self.writers.append((self.clock, number, self.roots(operands[0]) if operands else roots))
-            elif (
-                not writes and not moved and not (self.kernels and (number in self.kernels.rows or self.kernels.beside_sum(number, roots)))
-            ):
+            elif not writes and not moved and not (self.kernels and (number in self.kernels.rows or self.kernels.is_padded(value))):
                 self.writers.append((self.clock, number, roots))
         else:
             self.virtual[number] = roots
@@ -241,6 +239,11 @@ class _Fusion:
             self.read_at.setdefault(node.id, []).extend(roots)
         self.start[number] = self.clock
         self.last[number] = self.clock
+
+    def is_layout(self, node: Node) -> bool:
+        """Whether a transposition moves nothing: on GPU that of a dot's result, which is written so."""
+        made = self.values[x].producer if isinstance(x := node.inputs[0], int) else None
+        return node.prim == "transpose" and (self.kernels is None or (made is not None and self.kind(made) is Kind.DOT))
 
     def is_read(self, value: Value, user: Node, roots: frozenset[int]) -> bool:
         """Whether ``user`` wants the value in memory: a loop makes a constant again that is much smaller before it is broadcast."""

@@ -208,18 +208,38 @@ def test_what_passes_a_barrier_together_is_not_combined():
     assert made_by(graph, buffers) == ["dot_general", "dot_general", "tanh", "mul", "mul"]
 
 
-@pytest.mark.parametrize("summed, overwritten", [(False, True), (True, False)])
-def test_a_kernel_with_a_sum_writes_over_none_of_its_operands(summed, overwritten):
-    """Beside a sum of columns of the same array, what is made of it element by element lies beside it."""
-
-    def fun(x, y):
-        wide = x @ y
-        total = jnp.sum(wide * wide, 0) if summed else y
-        return total, jnp.sin(wide) @ y.T
-
-    graph, buffers = buffers_of(fun, array(256, 64), array(64, 512))
+@pytest.mark.parametrize(
+    ("fun", "width", "overwritten"),
+    [
+        (lambda wide, y: jnp.sin(wide) @ y.T, 512, True),
+        (lambda wide, y: (jnp.sum(wide * wide, 0), jnp.sin(wide) @ y.T), 512, True),
+        (lambda wide, y: jnp.sin(wide) @ y.T, 8208, True),
+        (lambda wide, y: jnp.sin(wide) @ y.T, 8201, False),
+    ],
+    ids=["alone", "beside a sum", "aligned", "padded"],
+)
+def test_what_is_made_element_by_element_lies_over_what_it_is_made_of(fun, width, overwritten):
+    """As compiled for H100, by its temporaries: not where a dot reads it padded."""
+    graph, buffers = buffers_of(lambda x, y: fun(x @ y, y), array(256, 64), array(64, width))
     first = next(node for node in graph.nodes if node.prim == "dot_general").outputs[0]
-    (made,) = (v.id for v in graph.values.values() if v.producer is not None and v.producer.prim == "sin")
+    last = next(node for node in reversed(graph.nodes) if node.prim == "dot_general").inputs[0]
     start = dict(zip(buffers.ids.tolist(), buffers.start.tolist(), strict=True))
     end = dict(zip(buffers.ids.tolist(), buffers.end.tolist(), strict=True))
-    assert (end[first] < start[made]) == overwritten
+    assert (end[first] < start[last]) == overwritten
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_the_gradient_of_logits_lies_over_them_unless_their_dimensions_are_swapped(swapped):
+    """As compiled for H100, 256 steps of 64 sequences over 32,768 words: one array where the loss has the order of the dot, else two."""
+
+    def loss(w, x, labels):
+        logits = x @ w
+        logits = (jnp.swapaxes(logits, 0, 1) if swapped else logits).astype(jnp.float32)
+        picked = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+        return (jax.nn.logsumexp(logits, -1) - picked).mean()
+
+    labels = jax.ShapeDtypeStruct((8, 8), jnp.int32)
+    graph, buffers = buffers_of(jax.grad(loss, (0, 1)), array(16, 32768, dtype=BF16), array(8, 8, 16, dtype=BF16), labels)
+    wide = [k for k, n in enumerate(buffers.ids) if graph.values[int(n)].elements == 8 * 8 * 32768]
+    together = max(sum(buffers.start[k] <= at <= buffers.end[k] for k in wide) for at in range(buffers.length))
+    assert together == 1 + swapped
