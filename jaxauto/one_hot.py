@@ -44,12 +44,14 @@ def _gathered(eqn: Any, made: Node) -> Callable | None:
     numbers, mode, (operand, indices) = eqn.params["dimension_numbers"], eqn.params["mode"], (v.aval for v in eqn.invars)
     rows = _rows(numbers.start_indices_batching_dims, numbers.operand_batching_dims, indices)
     picked = numbers.start_index_map
-    if numbers.offset_dims or not rows or made.prim not in _ELEMENTWISE or not jnp.issubdtype(operand.dtype, jnp.floating):
+    if not rows or not _is_single(operand.shape, rows, picked, numbers.collapsed_slice_dims) or made.prim not in _ELEMENTWISE:
+        return None
+    if not jnp.issubdtype(operand.dtype, jnp.floating):
         return None
 
     def compared(array: Any, indices: Any) -> Any:
         here, inside = _here(array.shape, rows, picked, indices, mode)
-        found = lax.reduce_sum(lax.select(here, array, lax.full_like(array, 0)), picked)
+        found = lax.reshape(lax.reduce_sum(lax.select(here, array, lax.full_like(array, 0)), picked), inside.shape)
         if mode == lax.GatherScatterMode.FILL_OR_DROP:
             fill = eqn.params["fill_value"]
             found = lax.select(inside, found, lax.full_like(found, jnp.nan if fill is None else fill))
@@ -62,7 +64,9 @@ def _scattered(eqn: Any, made: Node) -> Callable | None:
     numbers, out, indices = eqn.params["dimension_numbers"], eqn.outvars[0].aval, eqn.invars[1].aval
     rows = _rows(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, indices)
     fill = made.inputs[0] if made.prim == "broadcast_in_dim" else None
-    if numbers.update_window_dims or not rows or not isinstance(fill, Literal) or fill.aval.shape:
+    if not rows or not _is_single(out.shape, rows, numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims):
+        return None
+    if not isinstance(fill, Literal) or fill.aval.shape:
         return None
 
     def compared(_: Any, indices: Any, updates: Any) -> Any:
@@ -82,6 +86,11 @@ def _rows(batches: Sequence[int], dims: Sequence[int], indices: Any) -> list[int
     rows = [row for _, row in sorted(zip(batches, dims, strict=True))]
     others = [n for k, n in enumerate(indices.shape[:-1]) if k not in batches]
     return rows if rows == sorted(rows) and math.prod(others) == 1 else []
+
+
+def _is_single(shape: Sequence[int], rows: Sequence[int], picked: Sequence[int], collapsed: Sequence[int]) -> bool:
+    """Whether one element of a row is meant, not a window: what is neither a row's nor indexed has one element (a batch of one)."""
+    return set(picked) <= set(collapsed) and all(n == 1 for d, n in enumerate(shape) if d not in rows and d not in picked)
 
 
 def _here(shape: Sequence[int], rows: Sequence[int], picked: Sequence[int], indices: Any, mode: Any) -> tuple[Any, Any]:

@@ -25,6 +25,10 @@ def clipped(logits, labels):
     return jnp.take_along_axis(jnp.sin(logits), labels[..., None], axis=-1, mode="clip").sum()
 
 
+def of_one_sequence(logits, labels):
+    return jnp.take_along_axis(jnp.sin(logits[:1]), labels[:1, :, None], axis=-1).sum()
+
+
 def several(logits, labels):
     return jnp.take_along_axis(jnp.sin(logits), jnp.stack([labels, labels], -1), axis=-1).sum()
 
@@ -54,7 +58,16 @@ def scatters(closed):
 
 @pytest.mark.parametrize(
     "loss, compared",
-    [(picked, True), (along_the_middle, False), (clipped, True), (argument, True), (two_indices, True), (several, False), (rows, False)],
+    [
+        (picked, True),
+        (along_the_middle, False),
+        (clipped, True),
+        (argument, True),
+        (two_indices, True),
+        (of_one_sequence, True),
+        (several, False),
+        (rows, False),
+    ],
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("index", [jnp.int32, jnp.int8, jnp.uint32])
