@@ -95,15 +95,15 @@ class _Builder:
 
     def comparison(self, eqn, env, stack: str, nodes: list[Node], captured: dict) -> bool:
         """Whether a gather or scatter could be written as a comparison, and was."""
-        operand = _read(env, eqn.invars[0]) if eqn.invars else None
-        written = as_comparison(eqn, self.values[operand].producer) if isinstance(operand, int) else None
+        operands = [_read(env, v) for v in eqn.invars]
+        written = as_comparison(eqn, operands, self.values, captured)
         if written is None:
             return False
         jaxpr, _ = compat.open_jaxpr(compat.dead_code_eliminated(written))
-        inner: dict[Any, int | Literal] = dict(zip(jaxpr.invars, (_read(env, v) for v in eqn.invars), strict=True))
+        inner: dict[Any, int | Literal] = dict(zip(jaxpr.invars, operands, strict=True))
         self.inline(jaxpr, inner, stack, nodes, captured)
         env[eqn.outvars[0]] = _read(inner, jaxpr.outvars[0])
-        self.spared.add(operand)
+        self.spared.add(operands[0])
         return True
 
     def barrier(self, eqn, operands: list, stack: str, nodes: list[Node]) -> list:

@@ -7,51 +7,58 @@ comparison with an iota is fused with what is beside it (scripts/results/one_hot
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxauto import compat
-from jaxauto.core import Literal, Node
+from jaxauto.core import Literal, Node, Value
+
+Counts = Callable[[int], int | None]  # component of the indices → the dimension of them that it counts along
 
 # What no compiler writes to memory for its own sake: a gather from the result is what would have it written.
 _ELEMENTWISE = frozenset(
     {"add", "sub", "mul", "div", "neg", "max", "min", "pow", "integer_pow", "sqrt", "rsqrt", "exp", "log", "log1p", "tanh", "logistic"}
     | {"sin", "cos", "erf", "select_n", "convert_element_type"}
 )
+_MOST = 2**20  # elements of a constant that is looked at
+_CLAMPED = (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)  # what a gather does with indices of no element
 
 
-def as_comparison(eqn: Any, made: Node | None) -> Any | None:
+def as_comparison(eqn: Any, operands: Sequence[int | Literal], values: Mapping[int, Value], constants: Mapping[int, Any]) -> Any | None:
     """The closed jaxpr of the operands of a gather or scatter that makes the same by comparison; None where that is not what it is.
 
     Args:
-      made: the node that makes the array it gathers from or adds to; None for an argument.
+      operands: of ``eqn``: keys of ``values``, or literals.
+      constants: what some of ``values`` are, that no node makes.
     """
     written = _WRITTEN.get(eqn.primitive.name)
-    fun = None if written is None or made is None else written(eqn, made)
+    made = values[operands[0]].producer if written is not None and isinstance(operands[0], int) else None
+    fun = None if written is None or made is None else written(eqn, made, partial(_counts, operands[1], values, constants))
     if fun is None:
         return None
     with compat.source_of(eqn):
         return jax.make_jaxpr(fun)(*(v.aval for v in eqn.invars))
 
 
-def _gathered(eqn: Any, made: Node) -> Callable | None:
+def _gathered(eqn: Any, made: Node, counts: Counts) -> Callable | None:
     numbers, mode, (operand, indices) = eqn.params["dimension_numbers"], eqn.params["mode"], (v.aval for v in eqn.invars)
-    rows = _rows(numbers.start_indices_batching_dims, numbers.operand_batching_dims, indices)
-    picked = numbers.start_index_map
-    if not rows or not _is_single(operand.shape, rows, picked, numbers.collapsed_slice_dims) or made.prim not in _ELEMENTWISE:
+    if made.prim not in _ELEMENTWISE or not jnp.issubdtype(operand.dtype, jnp.floating):
         return None
-    if not jnp.issubdtype(operand.dtype, jnp.floating):
+    batches = zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True)
+    if (one := _one_of_each_row(operand, indices, dict(batches), numbers.start_index_map, numbers.collapsed_slice_dims, counts)) is None:
         return None
+    rows, picked = one
 
     def compared(array: Any, indices: Any) -> Any:
-        here, inside = _here(array.shape, rows, picked, indices, mode)
-        found = lax.reshape(lax.reduce_sum(lax.select(here, array, lax.full_like(array, 0)), picked), inside.shape)
+        here, inside = _here(array.shape, rows, picked, indices, clamped=mode in _CLAMPED)
+        found = lax.reshape(lax.reduce_sum(lax.select(here, array, lax.full_like(array, 0)), tuple(picked)), inside.shape)
         if mode == lax.GatherScatterMode.FILL_OR_DROP:
             fill = eqn.params["fill_value"]
             found = lax.select(inside, found, lax.full_like(found, jnp.nan if fill is None else fill))
@@ -60,17 +67,19 @@ def _gathered(eqn: Any, made: Node) -> Callable | None:
     return compared
 
 
-def _scattered(eqn: Any, made: Node) -> Callable | None:
+def _scattered(eqn: Any, made: Node, counts: Counts) -> Callable | None:
     numbers, out, indices = eqn.params["dimension_numbers"], eqn.outvars[0].aval, eqn.invars[1].aval
-    rows = _rows(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, indices)
     fill = made.inputs[0] if made.prim == "broadcast_in_dim" else None
-    if not rows or not _is_single(out.shape, rows, numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims):
-        return None
     if not isinstance(fill, Literal) or fill.aval.shape:
         return None
+    batches = zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, strict=True)
+    indexed, inserted = numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims
+    if (one := _one_of_each_row(out, indices, dict(batches), indexed, inserted, counts)) is None:
+        return None
+    rows, picked = one
 
     def compared(_: Any, indices: Any, updates: Any) -> Any:
-        here, _ = _here(out.shape, rows, numbers.scatter_dims_to_operand_dims, indices, eqn.params["mode"])
+        here, _ = _here(out.shape, rows, picked, indices, clamped=eqn.params["mode"] == lax.GatherScatterMode.CLIP)
         length = [out.shape[d] for d in rows]
         updated = lax.add(lax.full(length, fill.value, out.dtype), lax.reshape(updates, length))
         return lax.select(here, lax.broadcast_in_dim(updated, out.shape, rows), lax.full(out.shape, fill.value, out.dtype))
@@ -78,32 +87,94 @@ def _scattered(eqn: Any, made: Node) -> Callable | None:
     return compared
 
 
-_WRITTEN: dict[str, Callable[[Any, Node], Callable | None]] = {"gather": _gathered, "scatter-add": _scattered}
+_WRITTEN: dict[str, Callable[[Any, Node, Counts], Callable | None]] = {"gather": _gathered, "scatter-add": _scattered}
 
 
-def _rows(batches: Sequence[int], dims: Sequence[int], indices: Any) -> list[int]:
-    """The dimensions of the operand that the indices have too, in their order; none where a row has more or less than one element."""
-    rows = [row for _, row in sorted(zip(batches, dims, strict=True))]
-    others = [n for k, n in enumerate(indices.shape[:-1]) if k not in batches]
-    return rows if rows == sorted(rows) and math.prod(others) == 1 else []
+def _one_of_each_row(
+    array: Any, indices: Any, batches: Mapping[int, int], indexed: Sequence[int], collapsed: Sequence[int], counts: Counts
+) -> tuple[list[int], dict[int, int]] | None:
+    """Dimensions of the array that the indices have too, in their order, and dimension that is looked up → component of the indices.
+
+    A component that counts along a dimension of the indices (``logits[jnp.arange(n), labels]``) says the same as a batching dimension.
+    None where a row has more or less than one element, or a window is meant; what is not a row's nor indexed has one element (a batch of
+    one).
+    """
+    batches, picked = dict(batches), {}
+    for component, dim in enumerate(indexed):
+        along = counts(component) if len(indexed) > 1 else None
+        if along is None or along in batches or indices.shape[along] != array.shape[dim]:
+            picked[dim] = component
+        else:
+            batches[along] = dim
+    rows = [row for _, row in sorted(batches.items())]
+    others = math.prod(n for k, n in enumerate(indices.shape[:-1]) if k not in batches)
+    single = all(n == 1 for d, n in enumerate(array.shape) if d not in rows and d not in picked)
+    right = rows and picked and rows == sorted(rows) and others == 1 and single and set(picked) <= set(collapsed)
+    return (rows, picked) if right else None
 
 
-def _is_single(shape: Sequence[int], rows: Sequence[int], picked: Sequence[int], collapsed: Sequence[int]) -> bool:
-    """Whether one element of a row is meant, not a window: what is neither a row's nor indexed has one element (a batch of one)."""
-    return set(picked) <= set(collapsed) and all(n == 1 for d, n in enumerate(shape) if d not in rows and d not in picked)
-
-
-def _here(shape: Sequence[int], rows: Sequence[int], picked: Sequence[int], indices: Any, mode: Any) -> tuple[Any, Any]:
+def _here(shape: Sequence[int], rows: Sequence[int], picked: Mapping[int, int], indices: Any, *, clamped: bool) -> tuple[Any, Any]:
     """Which elements of ``shape`` the indices say; which indices are of an element."""
     here, inside, length = [], [], [shape[d] for d in rows]
-    for k, dim in enumerate(picked):
-        index = lax.reshape(indices if len(picked) == 1 else lax.index_in_dim(indices, k, indices.ndim - 1), length)
+    for dim, component in picked.items():
+        index = lax.reshape(indices if indices.shape[-1] == 1 else lax.index_in_dim(indices, component, indices.ndim - 1), length)
         index = lax.convert_element_type(index, _wide(index.dtype))
         zero, last = jnp.zeros((), index.dtype), jnp.asarray(shape[dim] - 1, index.dtype)
-        index = lax.clamp(zero, index, last) if mode == lax.GatherScatterMode.CLIP else index
+        index = lax.clamp(zero, index, last) if clamped else index
         here.append(lax.eq(lax.broadcasted_iota(index.dtype, shape, dim), lax.broadcast_in_dim(index, shape, rows)))
         inside.append((index >= zero) & (index <= last))
-    return functools.reduce(lax.bitwise_and, here), functools.reduce(lax.bitwise_and, inside)
+    return reduce(lax.bitwise_and, here), reduce(lax.bitwise_and, inside)
+
+
+def _counts(indices: int | Literal, values: Mapping[int, Value], constants: Mapping[int, Any], component: int) -> int | None:
+    """The dimension of the indices that one of their components counts along, as ``jnp.arange`` does; None: it does not."""
+    node = values[indices].producer if isinstance(indices, int) else None
+    if node is None or node.prim != "concatenate" or len(node.inputs) != values[indices].shape[-1]:
+        return None
+    return _counted(node.inputs[component], values, constants)
+
+
+def _counted(x: int | Literal, values: Mapping[int, Value], constants: Mapping[int, Any]) -> int | None:
+    """The dimension along which each element is its own position."""
+    if not isinstance(x, int):
+        return None
+    if (array := _known(x, constants)) is not None:
+        dims = [d for d in range(array.ndim) if array.shape[d] > 1]
+        return dims[0] if len(dims) == 1 and np.array_equal(array.reshape(-1), np.arange(array.size)) else None
+    node = values[x].producer
+    if node is None:
+        return None
+    if node.prim == "iota":
+        return node.params["dimension"]
+    if node.prim == "select_n":  # a negative index counts from the end: none is
+        return _counted(node.inputs[1], values, constants) if _is_negative(node.inputs[0], node.inputs[1], values, constants) else None
+    if node.prim not in ("broadcast_in_dim", "reshape", "convert_element_type"):
+        return None
+    dim, before, after = _counted(node.inputs[0], values, constants), values[node.inputs[0]].shape, values[x].shape
+    if dim is None or node.prim == "convert_element_type":
+        return dim
+    if node.prim == "broadcast_in_dim":
+        to = node.params["broadcast_dimensions"][dim]
+    else:  # of its dimensions only this has more than one element, before and after
+        to = next((d for d, n in enumerate(after) if n == before[dim]), 0) if math.prod(before) == before[dim] else 0
+    return to if after[to] == before[dim] else None
+
+
+def _is_negative(x: int | Literal, index: int | Literal, values: Mapping[int, Value], constants: Mapping[int, Any]) -> bool:
+    """Whether ``x`` says which elements of ``index`` are negative; if it is known, that none is."""
+    if not isinstance(x, int):
+        return False
+    if (array := _known(x, constants)) is not None:
+        return not array.any()
+    test = values[x].producer
+    zero = test.inputs[1] if test is not None and test.prim == "lt" and test.inputs[0] == index else None
+    return isinstance(zero, Literal) and not np.any(zero.value)
+
+
+def _known(x: int, constants: Mapping[int, Any]) -> np.ndarray | None:
+    array = constants.get(x)
+    there = isinstance(array, np.ndarray) or (isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer))
+    return np.asarray(array) if there and array.size <= _MOST else None
 
 
 def _wide(dtype: Any) -> Any:

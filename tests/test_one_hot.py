@@ -29,6 +29,25 @@ def of_one_sequence(logits, labels):
     return jnp.take_along_axis(jnp.sin(logits[:1]), labels[:1, :, None], axis=-1).sum()
 
 
+def by_position(logits, labels):
+    """As many write it by hand."""
+    logits, labels = jnp.sin(logits).reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    return (2 * logits)[jnp.arange(len(labels)), labels].sum()
+
+
+def by_both_positions(logits, labels):
+    return jnp.sin(logits)[np.arange(logits.shape[0])[:, None], jnp.arange(logits.shape[1]), labels].sum()
+
+
+def by_another_position(logits, labels):
+    """Not of each row: the rows in reverse."""
+    return jnp.sin(logits)[:, 0][jnp.arange(logits.shape[0])[::-1], labels[:, 0]].sum()
+
+
+def of_some_rows(logits, labels):
+    return (2 * jnp.sin(logits)[:, 0])[jnp.arange(2), labels[:2, 0]].sum()
+
+
 def several(logits, labels):
     return jnp.take_along_axis(jnp.sin(logits), jnp.stack([labels, labels], -1), axis=-1).sum()
 
@@ -65,6 +84,10 @@ def scatters(closed):
         (argument, True),
         (two_indices, True),
         (of_one_sequence, True),
+        (by_position, True),
+        (by_both_positions, True),
+        (by_another_position, False),
+        (of_some_rows, False),
         (several, False),
         (rows, False),
     ],
