@@ -136,7 +136,7 @@ def _counts(indices: int | Literal, values: Mapping[int, Value], constants: Mapp
 
 def _counted(x: int | Literal, values: Mapping[int, Value], constants: Mapping[int, Any]) -> int | None:
     """The dimension along which each element is its own position."""
-    if not isinstance(x, int):
+    if not isinstance(x, int) or not jnp.issubdtype(values[x].dtype, jnp.integer) or jnp.iinfo(values[x].dtype).max < values[x].elements:
         return None
     if (array := _known(x, constants)) is not None:
         dims = [d for d in range(array.ndim) if array.shape[d] > 1]
@@ -155,8 +155,10 @@ def _counted(x: int | Literal, values: Mapping[int, Value], constants: Mapping[i
         return dim
     if node.prim == "broadcast_in_dim":
         to = node.params["broadcast_dimensions"][dim]
-    else:  # of its dimensions only this has more than one element, before and after
-        to = next((d for d, n in enumerate(after) if n == before[dim]), 0) if math.prod(before) == before[dim] else 0
+    elif math.prod(before) == before[dim]:  # no other dimension has more than one element, before and after
+        to = next(d for d, n in enumerate(after) if n == before[dim])
+    else:
+        return None
     return to if after[to] == before[dim] else None
 
 

@@ -44,6 +44,17 @@ def by_another_position(logits, labels):
     return jnp.sin(logits)[:, 0][jnp.arange(logits.shape[0])[::-1], labels[:, 0]].sum()
 
 
+def by_positions_of_another_shape(logits, labels):
+    """Counted along another dimension before the reshape: of no row its own position."""
+    counted = jnp.broadcast_to(jnp.arange(4, dtype=jnp.int32), (6, 4)).reshape(4, 6)
+    return jnp.sin(logits)[counted, jnp.arange(6), labels].sum()
+
+
+def by_positions_that_begin_again(logits, labels):
+    wide = jnp.broadcast_to(jnp.sin(logits[:, :1]), (4, 300, logits.shape[-1])).sum(0)
+    return (2 * wide)[jnp.arange(300).astype(jnp.int8).astype(jnp.uint8), jnp.broadcast_to(labels[0, 0], (300,))].sum()
+
+
 def of_some_rows(logits, labels):
     return (2 * jnp.sin(logits)[:, 0])[jnp.arange(2), labels[:2, 0]].sum()
 
@@ -87,6 +98,8 @@ def scatters(closed):
         (by_position, True),
         (by_both_positions, True),
         (by_another_position, False),
+        (by_positions_of_another_shape, False),
+        (by_positions_that_begin_again, False),
         (of_some_rows, False),
         (several, False),
         (rows, False),
