@@ -199,7 +199,8 @@ class _Fusion:
             self.heavy.add(number)
         if softmax and self.clusters:
             (self.summed if keeps_exp(value, sums, self.values) else self.clusters.apart).add(number)
-        moved = (kind is Kind.MOVE and not self.is_layout(node)) or not self.moved.isdisjoint(operands)
+        moved = kind is Kind.MOVE and not self.is_layout(node)
+        moved = moved or any(2 * self.values[x].elements >= value.elements for x in self.moved.intersection(operands))
         if self.kernels:
             self.kernels.meet(node, number, operands, self.virtual)
         wanted = writes or any(self.is_read(value, u, roots) for u in value.users)
