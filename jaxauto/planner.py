@@ -179,7 +179,7 @@ def searched(step: Step, target: Target, budget: float, options: Options, progre
     """
     started = time.monotonic()
     meshes = mesh_candidates(options.mesh, target, _mesh_in_step(step))
-    remat = Remat(step.graph, step.groups, step.aliased, target.chip, alone=all(mesh.num_devices == 1 for mesh in meshes))
+    remat = Remat(step.graph, step.groups, step.aliased, target.chip, devices=max(mesh.num_devices for mesh in meshes))
     levels = {"off": lambda: remat.levels()[:1], "auto": remat.levels, "offload": remat.levels_with_host}[options.remat]()
     deadline = started + options.time_limit
     results: list[tuple[Search, Found]] = []

@@ -29,7 +29,7 @@ class Traffic:
         self.program, self.chip, self.values = program, chip, program.graph.values
         whole, on_tpu = program.buffers, chip is not None and chip.platform == "tpu"
         if on_tpu:
-            whole = find_buffers(program.graph, dict(program.rules), program.aliased, "tpu", alone=math.prod(program.mesh.values()) == 1)
+            whole = find_buffers(program.graph, dict(program.rules), program.aliased, "tpu", devices=math.prod(program.mesh.values()))
         self.moved = _by_node(program, whole, lambda _: 1.0)
         placed = program.placed if on_tpu else None
         self.waited = _by_node(program, self._off_chip(placed), program.padded) if placed else self.moved

@@ -77,7 +77,7 @@ def run(name: str, target_name: str, shape: Mapping[str, int], rows: dict[str, A
     target = resolve(target_name)
     options = planner.Options(mesh=shape, target=target_name, time_limit=SOLVER_SECONDS, certify=False)
     step = planner.read(step_fun, args, {})
-    remat = Remat(step.graph, step.groups, step.aliased, target.chip, alone=math.prod(shape.values()) == 1)
+    remat = Remat(step.graph, step.groups, step.aliased, target.chip, devices=math.prod(shape.values()))
     levels = remat.levels()
     search = search_of(step, remat, mesh_axes(shape, target), options, target)
     free = first_stage(search, levels, math.inf)

@@ -24,7 +24,7 @@ from jaxauto.cost.clusters import FUSING, Clusters
 from jaxauto.cost.kernels import Kernels
 from jaxauto.cost.liveness import Buffers
 from jaxauto.cost.order import in_donated, schedule
-from jaxauto.cost.patterns import is_shifted, is_softmax, is_strided, is_widening, keeps_exp, slides
+from jaxauto.cost.patterns import is_shifted, is_softmax, is_strided, is_turned, is_widening, keeps_exp, slides
 from jaxauto.cost.stacks import stack_passes
 from jaxauto.graph import value_bytes, walk
 
@@ -48,7 +48,7 @@ def find_buffers(
     platform: str = "tpu",
     bytes_per_flop: float = 0.0,
     *,
-    alone: bool = False,
+    devices: int = 1,
 ) -> Buffers:
     """The buffers of a program.
 
@@ -58,13 +58,13 @@ def find_buffers(
       aliased: output values that reuse the buffer of a donated input.
       platform: whose compiler: ``"tpu" | "gpu" | "cpu"``.
       bytes_per_flop: what HBM moves while the matrix unit does one flop.
-      alone: on one device, where no gradient is summed over devices before the optimizer has it.
+      devices: that the program is spread over; on one, no gradient is summed before the optimizer has it.
     """
-    return _Fusion(graph, rules, aliased, platform, bytes_per_flop, alone=alone).run()
+    return _Fusion(graph, rules, aliased, platform, bytes_per_flop, devices).run()
 
 
 class _Fusion:
-    def __init__(self, graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int], platform: str, rate: float, *, alone: bool):
+    def __init__(self, graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int], platform: str, rate: float, devices: int):
         self.graph, self.rules, self.aliased = graph, rules, aliased
         self.made_once, self.widened = MADE_ONCE[platform], _WIDENED.get(platform, ())
         self.platform = platform
@@ -73,10 +73,10 @@ class _Fusion:
         self.made_twice: dict[int, frozenset[int]] = {}  # stored for a stack; a dot makes it once more, from these
         self.costly: set[int] = set()
         self.heavy: set[int] = set()  # virtual, and a transcendental is part of it
-        self.moved: set[int] = set()  # virtual, and its elements lie elsewhere in its roots
-        self.clusters = Clusters(graph.values, rules, rate, alone=alone) if platform == "tpu" else None
-        self.kernels = Kernels(graph.values, self.kind) if platform == "gpu" else None
-        self.delayed = (lambda node: self.kind(node) in FUSING) if platform == "gpu" and not alone else None
+        self.moved: dict[int, bool] = {}  # virtual, and its elements lie elsewhere in its roots; whether in another order of dimensions
+        self.clusters = Clusters(graph.values, rules, rate, alone=devices == 1) if platform == "tpu" else None
+        self.kernels = Kernels(graph.values, self.kind, devices) if platform == "gpu" else None
+        self.delayed = (lambda node: self.kind(node) in FUSING) if platform == "gpu" and devices > 1 else None
         self.reads: dict[int, float] = {}
         self.start: dict[int, int] = {}
         self.last: dict[int, int] = {}
@@ -200,7 +200,8 @@ class _Fusion:
         if softmax and self.clusters:
             (self.summed if keeps_exp(value, sums, self.values) else self.clusters.apart).add(number)
         moved = kind is Kind.MOVE and not self.is_layout(node)
-        moved = moved or any(2 * self.values[x].elements >= value.elements for x in self.moved.intersection(operands))
+        turned = any(self.moved.get(x, False) for x in operands)  # orders everything that it is part of
+        moved = moved or turned or any(2 * self.values[x].elements >= value.elements for x in operands if x in self.moved)
         if self.kernels:
             self.kernels.meet(node, number, operands, self.virtual)
         wanted = writes or any(self.is_read(value, u, roots) for u in value.users)
@@ -226,7 +227,7 @@ class _Fusion:
         else:
             self.virtual[number] = roots
             if moved:
-                self.moved.add(number)
+                self.moved[number] = turned or node.prim == "transpose"
 
     def keep(self, node: Node, number: int, roots: frozenset[int] | None, *, wanted: bool = True) -> None:
         """Give a value a buffer; ``roots``: what a fused one is made of; ``wanted``: by others than fused equations."""
@@ -263,7 +264,7 @@ class _Fusion:
     def is_shared(self, value: Value, roots: frozenset[int]) -> bool:
         """Whether dots read a value from memory: several do, and making it in each takes a transcendental or moves little less."""
         dots = sum(self.kind(u) in FUSING and not slides(u) for u in value.users)
-        if dots < 2 or value.id in self.heavy:
+        if dots < 2 or value.id in self.heavy or is_turned(value, roots, self.values):
             return dots > 1
         wide = sum(value_bytes(self.values[r]) for r in roots)
         return dots * wide > _WORTH * (wide + (dots + 1) * value_bytes(value))

@@ -53,8 +53,8 @@ class _Kernel:
 class Kernels:
     """Collects fused values of a program as they are met, then tells what they read."""
 
-    def __init__(self, values: Mapping[int, Value], kind: Callable[[Node], Kind]):
-        self.values, self.kind = values, kind
+    def __init__(self, values: Mapping[int, Value], kind: Callable[[Node], Kind], devices: int):
+        self.values, self.kind, self.devices = values, kind, devices
         self.seeds: set[int] = set()
         self.rows: set[int] = set()  # made in kernels that hold rows
         self.orders: dict[int, tuple[int, ...]] = {}  # of what is made of dots: its dimensions as they lie in memory, major first
@@ -242,13 +242,13 @@ class Kernels:
         """Whether a dot reads the value padded: one of few tiles is split along what it contracts, for which that is aligned.
 
         Seen over 8,201 elements in a dot of 64 tiles, over 50,001 in one of 128 and 51,864 in one of 112, on a chip of 132 cores; not over
-        32,001 in one of 128, over 51,865 in one of 256, or over a multiple of 16.
+        32,001 in one of 128, over 51,865 in one of 256, or over a multiple of 16. Each device is taken to make its share of the tiles.
         """
         for user in value.users:
             if user.prim == "dot_general":
                 (left, right), _ = user.params["dimension_numbers"]
                 long = math.prod(value.shape[d] for d in (left if user.inputs[0] == value.id else right))
-                tiles = self._elements(user.outputs[0]) / 128**2
+                tiles = self._elements(user.outputs[0]) / 128**2 / self.devices
                 if long % _ALIGNED and any(tiles <= most and long > least for most, least in _SPLIT):
                     return True
         return False

@@ -7,7 +7,7 @@ dimensions of one element.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jaxauto.core import Node, Value
 from jaxauto.graph import value_bytes
@@ -82,6 +82,20 @@ def is_shifted(value: Value, values: Mapping[int, Value]) -> bool:
         return False
     shift = values[below.inputs[1]]
     return shift.elements < value.elements or (shift.producer is not None and shift.producer.prim == "broadcast_in_dim")
+
+
+def is_turned(value: Value, roots: Iterable[int], values: Mapping[int, Value]) -> bool:
+    """Rows that a dot reads beside what a loop stacks, in another order of dimensions than that: it does not make them itself.
+
+    Sums of rows fill the lanes with a dimension that does, and lay the rows by it; stacks of a loop lie as they come.
+    """
+    if len(value.shape) < 3 or not value.shape[-2] < _LANES <= value.shape[-3]:
+        return False
+    summed = any(values[r].shape == value.shape[:-1] for r in roots)
+    dots = [user for user in value.users if user.prim == "dot_general"]
+    read = (values[x].producer for dot in dots for x in dot.inputs if isinstance(x, int) and x != value.id)
+    made = (user for dot in dots for out in dot.outputs for user in values[out].users)
+    return summed and any(node is not None and node.bodies for node in (*read, *made))
 
 
 def _longest(value: Value, sums: Sequence[Node]) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from jaxauto.graph import value_bytes
 from jaxauto.solve.candidate import Candidate
 from jaxauto.solve.live import timeline
 from jaxauto.solve.model import Model
@@ -57,5 +58,9 @@ def _steps(remat: Remat) -> list[tuple]:
 
 
 def _kept_bytes(remat: Remat, kept: tuple) -> float:
-    """Of residuals that can be dropped, unsharded."""
-    return sum(d.bytes_ for drops, keep in zip(remat.drops, kept, strict=True) for d in drops if keep is None or d.value in keep)
+    """Of what can be dropped, unsharded."""
+    total = 0.0
+    for block, drops, keep in zip(remat.blocks, remat.drops, kept, strict=True):
+        values = block.graph.values
+        total += sum(d.bytes_ for d in drops) if keep is None else sum(value_bytes(values[v]) * block.count for v in keep)
+    return total

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxauto.blocks import closure, find_blocks
-from jaxauto.core import Graph, Node, OpRule
+from jaxauto.core import Graph, Kind, Node, OpRule
 from jaxauto.cost.compute import bytes_per_flop, unsplit_seconds
 from jaxauto.cost.fusion import find_buffers
 from jaxauto.cost.liveness import Buffers
@@ -74,14 +74,14 @@ class Variant:
 class Remat:
     """The blocks of a step and what can be decided of them."""
 
-    def __init__(self, graph: Graph, groups: Groups, aliased: frozenset[int], chip: Any, *, alone: bool = False):
-        """``alone``: the program runs on one device, where no gradient is summed before it is used."""
-        self.graph, self.groups, self.aliased, self.chip, self.alone = graph, groups, aliased, chip, alone
+    def __init__(self, graph: Graph, groups: Groups, aliased: frozenset[int], chip: Any, *, devices: int = 2):
+        """``devices``: that the program runs on; on one no gradient is summed before it is used."""
+        self.graph, self.groups, self.aliased, self.chip, self.devices = graph, groups, aliased, chip, devices
         self.blocks = find_blocks(graph)
         self.operations = {op.node.id: op for op in groups.operations}
-        self.drops = self._drops()
         self._variants: dict[tuple, Variant] = {}
         self._rules: dict[int, tuple[Any, OpRule]] = {}
+        self.drops = self._drops()
 
     def levels(self) -> list[Level]:
         """Level 0 keeps all; the last keeps nothing but what enters the blocks."""
@@ -134,19 +134,15 @@ class Remat:
 
     def _drops(self) -> list[list[Drop]]:
         """For each block its residuals in the order that they are dropped in; alike blocks are solved once, by places of values."""
-        solved: dict[tuple, list[tuple[float, int]]] = {}
+        solved: dict[tuple, tuple[list[Drop], dict[int, int]]] = {}
         found: list[list[Drop]] = []
         for block in self.blocks:
-            key, place = form(block), {v: k for k, v in enumerate(block.residuals)}
+            key, made = form(block), [out for node in block.forward for out in node.outputs]
             if key not in solved:
-                solved[key] = [(d.price, place[d.value]) for d in frontier(block, self.again_seconds)]
-            kept = set(block.residuals)
-            drops = []
-            for price, k in solved[key]:
-                value = block.residuals[k]
-                kept.discard(value)
-                drops.append(Drop(price, value, value_bytes(self.graph.values[value]) * block.count, frozenset(kept)))
-            found.append(drops)
+                solved[key] = frontier(block, self.again_seconds, self._kind), {v: k for k, v in enumerate(made)}
+            drops, place = solved[key]
+            here = {v: made[k] for v, k in place.items()}
+            found.append([d.of(here) for d in drops])
         return found
 
     def _thresholds(self) -> list[float]:
@@ -196,6 +192,9 @@ class Remat:
             self._rules[id(node.eqn)] = (node.eqn, rule_for(node.eqn))  # with the equation: an id is its own as long as it lives
         return self._rules[id(node.eqn)][1]
 
+    def _kind(self, node: Node) -> Kind:
+        return Kind.CONTROL if node.bodies else self._rule(node).kind
+
     def _variant(self, kept: tuple, offloaded: frozenset[int], remade: frozenset[int]) -> Variant:
         chosen = {b: k for b, k in enumerate(kept) if k is not None}
         rewritten = offload(recompute(self.graph, chosen, remade, self.blocks) if chosen else Rewritten(self.graph, {}), offloaded)
@@ -203,7 +202,7 @@ class Remat:
             rewritten = hoist(rewritten)
         graph = rewritten.graph
         rules = self.groups.rules if graph is self.graph else {node.id: self._rule(node) for node in walk(graph) if not node.bodies}
-        buffers = find_buffers(graph, rules, self.aliased, self.chip.platform, bytes_per_flop(self.chip), alone=self.alone)
+        buffers = find_buffers(graph, rules, self.aliased, self.chip.platform, bytes_per_flop(self.chip), devices=self.devices)
         ids = buffers.ids.tolist()
         origin = np.array([rewritten.origin.get(n, n) for n in ids], int)
         stacked = np.array([n in rewritten.stacked for n in ids], bool)

@@ -15,6 +15,7 @@ where no level fits, what lies between blocks is made again too (``nested.py``).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
@@ -24,11 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxauto.blocks import closure
 from jaxauto.core import MeshAxes
-from jaxauto.graph import value_bytes
 from jaxauto.solve.candidate import Candidate, Found
 from jaxauto.solve.chain import Option, solve_chain
+from jaxauto.solve.choices import choices
 from jaxauto.solve.descend import descend
 from jaxauto.solve.eliminate import eliminate
 from jaxauto.solve.finer import finer
@@ -371,24 +371,8 @@ class Search:
 
     def options(self, base: Candidate, levels: list[Level], *, waiting: bool = False) -> list[list[Option]]:
         """For each block what it costs under each level, with the shardings of ``base``; ``waiting``: transfers hide behind nothing."""
-        return [[self._option(base, b, level, waiting=waiting) for level in levels] for b in range(len(self.remat.blocks))]
-
-    def _option(self, best: Candidate, b: int, level: Level, *, waiting: bool = False) -> Option:
-        """What a block costs under a level, with the shardings of ``best``."""
-        block, keep = self.remat.blocks[b], level.kept[b]
-        values = self.remat.graph.values
-        nodes, _ = closure(block, keep) if keep is not None else ((), ())
-        held = keep if keep is not None else frozenset(block.residuals)
-        size = {v: value_bytes(values[v]) / self._pieces(best, v) for v in {*held, *block.residuals}}
-        seconds = sum(
-            self.remat.node_seconds(n) / max(self._pieces(best, n.outputs[0]), 1.0) * block.count
-            for n in nodes
-            if n.id in self.remat.operations
-        )
-        if waiting:
-            seconds += 2 * sum(size[v] for v in held & level.offloaded) * block.count / self.chip.host_bandwidth
-        again = sum(size[v] for v in block.residuals if v not in held or v in level.offloaded)
-        return Option(sum(size[v] for v in held if v not in level.offloaded) * block.count, again, seconds, block.name)
+        pieces = functools.cache(lambda number: self._pieces(base, number))
+        return choices(self.remat, levels, pieces, self.chip.host_bandwidth if waiting else None)
 
     def _pieces(self, candidate: Candidate, number: int) -> float:
         return float(shards(candidate.model.position(candidate.x, number)[None], self.mesh.sizes)[0])

@@ -102,6 +102,23 @@ def gradient_of_scores(q, k, most, total, d, sums):
     return jnp.einsum("bhlm,bmhk->blhk", ds, k), jnp.einsum("bhlm,blhk->bmhk", ds, q)
 
 
+@pytest.mark.parametrize(("steps", "batch", "written"), [(256, 64, True), (64, 256, False), (100, 64, False), (256, 128, False)])
+def test_the_gradient_of_logits_of_a_loop_is_written_where_its_rows_lie_turned(steps, batch, written):
+    """As compiled for v5p, 1,024 features over 32,768 words: by compiled memory, with 512 steps and batches of 96 and 120 as well."""
+
+    def loss(w, x, labels):
+        ys = jax.lax.scan(lambda c, x: (jnp.tanh(c + x),) * 2, jnp.zeros(x.shape[1:], x.dtype), x)[1]
+        logits = (ys @ w).astype(jnp.float32)
+        rows = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == labels[..., None]
+        return (jax.nn.logsumexp(logits, -1) - jnp.sum(jnp.where(rows, logits, 0), -1)).mean()
+
+    shapes = ((8, 8192), "bfloat16"), ((steps, batch, 8), "bfloat16"), ((steps, batch), "int32")
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    graph, buffers = on_tpu(jax.grad(loss, (0, 1)), *args)
+    wide = [graph.values[int(n)] for n in buffers.ids if graph.values[int(n)].elements == steps * batch * 8192]
+    assert [value.producer.prim for value in wide] == ["dot_general"] + ["convert_element_type"] * written
+
+
 @pytest.mark.parametrize("sums", [False, True])
 def test_the_gradient_of_scores_that_two_dots_read_is_written_and_the_scores_are_not(sums):
     """As compiled for v5p, 8 x 16 x 1,024 x 1,024 scores, all in float32 or in bfloat16."""
@@ -332,8 +349,8 @@ def passes_over(graph, buffers, shape):
     return sum(float(r) for n, r in zip(buffers.ids, buffers.reads, strict=True) if graph.values[int(n)].shape == shape)
 
 
-@pytest.mark.parametrize(("alone", "written"), [(True, False), (False, True)])
-def test_on_one_device_the_optimizer_is_made_with_the_gradient(alone, written):
+@pytest.mark.parametrize(("devices", "written"), [(1, False), (2, True)])
+def test_on_one_device_the_optimizer_is_made_with_the_gradient(devices, written):
     """Elsewhere the gradient is summed over devices first."""
 
     def step(w, m, x):
@@ -342,7 +359,9 @@ def test_on_one_device_the_optimizer_is_made_with_the_gradient(alone, written):
         return w - 0.1 * m, m
 
     shape = 64, 32
-    graph, buffers = buffers_of(step, array(*shape), array(*shape), array(128, 64), donate=(0, 1), platform="tpu", alone=alone)
+    graph, buffers = buffers_of(
+        step, array(*shape), array(*shape), array(128, 64), donate=(0, 1), platform="tpu", devices=1 if alone else 2
+    )
     made = [graph.values[int(n)].producer for n in buffers.ids if graph.values[int(n)].shape in (shape, shape[::-1])]
     assert any(node is not None and node.prim == "dot_general" for node in made) is written
 
@@ -387,7 +406,7 @@ def test_a_slice_that_goes_from_stack_to_stack_is_read():
     traced = trace(fn, (jax.ShapeDtypeStruct((64, 64), jnp.bfloat16), array(4, 64, 64)))
     graph = hoist(Rewritten(build(traced.jaxpr), {})).graph
     rules = {node.id: rule_for(node.eqn) for node in walk(graph) if not node.bodies}
-    buffers = find_buffers(graph, rules, frozenset(), "tpu")
+    buffers = find_buffers(graph, rules, frozenset(), "tpu", devices=2)
     stacks = {
         graph.values[int(n)].producer.prim: float(r)
         for n, r in zip(buffers.ids, buffers.reads, strict=True)

@@ -56,7 +56,7 @@ def test_blocks_are_mixed_from_several_levels():
     """Levels of which none recomputes all: a mixture needs less than any of them."""
     step = read(layers, ([(struct(128, 1024), struct(1024, 128))] * 4, struct(2048, 128)), {})
     target = Target("h100:1")
-    remat = Remat(step.graph, step.groups, step.aliased, target.chip, alone=True)
+    remat = Remat(step.graph, step.groups, step.aliased, target.chip, devices=1)
     written, *_, lean = remat.levels()
     some = [tuple(k if b % 2 == odd else None for b, k in enumerate(lean.kept)) for odd in (0, 1)]
 
