@@ -359,9 +359,7 @@ def test_on_one_device_the_optimizer_is_made_with_the_gradient(devices, written)
         return w - 0.1 * m, m
 
     shape = 64, 32
-    graph, buffers = buffers_of(
-        step, array(*shape), array(*shape), array(128, 64), donate=(0, 1), platform="tpu", devices=1 if alone else 2
-    )
+    graph, buffers = buffers_of(step, array(*shape), array(*shape), array(128, 64), donate=(0, 1), platform="tpu", devices=devices)
     made = [graph.values[int(n)].producer for n in buffers.ids if graph.values[int(n)].shape in (shape, shape[::-1])]
     assert any(node is not None and node.prim == "dot_general" for node in made) is written
 
