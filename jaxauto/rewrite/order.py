@@ -2,10 +2,11 @@
 
 XLA:GPU starts early what waits for nothing, and puts off what nothing waits for. A scatter of constants by the labels (the gradient of a
 loss that picks one logit) is made before the forward pass and lies there, as large as the logits, until it is read; the weight gradient of
-the last projection is made after the loops of the backward pass, and the logits' cotangent lies there until then. Barriers say when: an
-operation of the backward pass that depends on no forward value waits for the loss; a loop of the backward pass, or a recomputation, waits
-for the gradients that come before it, on several devices for those of the block before: their sums run beside a block. An array that
-goes through a barrier is read from there on, or the compiler for several devices takes it out.
+the last projection is made after the loops of the backward pass, and the logits' cotangent lies there until then. On several devices the
+loss itself is made at the end of the step, and the logits lie there until then. Barriers say when: an operation of the backward pass that
+depends on no forward value waits for the loss; a loop of the backward pass, or a recomputation, waits for the gradients that come before
+it, on several devices for those of the block before: their sums run beside a block; there the backward pass waits for the loss and the
+metrics too. An array that goes through a barrier is read from there on, or the compiler for several devices takes it out.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from jaxauto.core import Graph, Node
 from jaxauto.graph import BarrierEqn, value_bytes
 from jaxauto.rewrite.program import Program, Rewritten, cotangent_at, read_as, readers_of, renamed, ripeness
 
+_SMALL = 1 << 20  # bytes: a larger result is not held back from where the compiler wants to make it
 _WRITTEN = ("scatter", "scatter-add", "scatter_add", "dot_general", "conv_general_dilated")  # never fused into what reads them
 
 
@@ -69,35 +71,59 @@ class _Order:
         self.readers = readers_of(self.graph)
         self.names: dict[int, int] = {}
         self.waits: set[int] = set()  # values that some matmul or loop comes before
+        self.results = {*self.graph.outputs}
+        self.begun = False  # the backward pass
 
     def run(self) -> None:
         nodes: list[Node] = []
         made: list[int] = []  # gradients that nothing has waited for
         before: list[int] = []  # those that were there at the last recomputation
+        loss: list[int] = []  # and what else is returned of the forward pass, until the backward pass has waited for it
         for place, node in enumerate(self.graph.nodes):
-            tied = [] if not node.backward else self._loop(node, [*before, *made]) if node.bodies else self._early(node, place)
+            tied = [] if not node.backward else self._loop(node, [*before, *made, *loss]) if node.bodies else self._early(node, place)
             if len(tied) > 1:
-                barrier, passed = self.program.barrier(list(dict.fromkeys(self.names.get(x, x) for x in tied)), node)
-                nodes.append(barrier)
-                self.names.update({x: passed[self.names.get(x, x)] for x in tied})
-                made, before = ([], []) if node.bodies else (made, before)
+                nodes.append(self._tie(tied, node))
+                made, before, loss = ([], [], []) if node.bodies else (made, before, loss)
+            if loss and node.prim in _WRITTEN and (cotangents := self._cotangents(node)):
+                nodes.append(self._tie([*cotangents[-1:], *loss], node))
+                loss = []
             read_as(node, {x: self.names[x] for x in node.inputs if isinstance(x, int) and x in self.names})
             if node.backward and isinstance(node.eqn, BarrierEqn):
                 waited, before = ([*before, *made], []) if self.alone else (before, made)
-                self.names.update(self.program.join(node, {x: self.names.get(x, x) for x in waited}))
-                made = []
+                self.names.update(self.program.join(node, {x: self.names.get(x, x) for x in (*waited, *loss)}))
+                made, loss = [], []
             made += [x for x in node.outputs if x in self.finished]
             if node.bodies or node.prim in _WRITTEN or not self.waits.isdisjoint(x for x in node.inputs if isinstance(x, int)):
                 self.waits.update(node.outputs)
             nodes.append(node)
+            loss += self._result(node)
         self.graph.nodes = nodes
         self.graph.outputs = renamed(self.graph.outputs, self.names)
 
+    def _tie(self, tied: Sequence[int], near: Node) -> Node:
+        """A barrier for what ``tied`` is called now, from which it is read."""
+        barrier, passed = self.program.barrier(list(dict.fromkeys(self.names.get(x, x) for x in tied)), near)
+        self.names.update({x: passed[self.names.get(x, x)] for x in tied})
+        return barrier
+
+    def _result(self, node: Node) -> list[int]:
+        """What of the forward pass alone a node returns for the whole program, on several devices."""
+        if self.alone or self.begun:
+            return []
+        self.begun = node.backward
+        found = (x for x in node.outputs if x in self.results and x in self.waits and not node.backward)
+        return [x for x in found if self._floating(x, scalars=True) and value_bytes(self.values[x]) <= _SMALL]
+
     def _loop(self, node: Node, made: list[int]) -> list[int]:
         """The largest cotangent that a loop begins with, and the gradients made before it."""
+        cotangents = self._cotangents(node) if made else []
+        return [*cotangents[-1:], *made] if cotangents else []
+
+    def _cotangents(self, node: Node) -> list[int]:
+        """Arrays of the backward pass that a node reads, the largest last."""
         waiting = [x for x in node.inputs if isinstance(x, int) and self.ripe.get(x, -1) >= 0 and self._floating(x)]
         backward = [x for x in waiting if (p := self.values[x].producer) is not None and p.backward]
-        return [max(backward, key=lambda x: value_bytes(self.values[x])), *made] if backward and made else []
+        return sorted(backward, key=lambda x: value_bytes(self.values[x]))
 
     def _early(self, node: Node, place: int) -> list[int]:
         """The smallest array that an early operation reads, and something no larger than its result that waits for the forward pass."""
@@ -109,5 +135,5 @@ class _Order:
             return []  # what passes a barrier is written for it
         return [min(read, key=lambda x: value_bytes(self.values[x])), tie]
 
-    def _floating(self, number: int) -> bool:
-        return bool(self.values[number].shape) and jnp.issubdtype(self.values[number].dtype, jnp.floating)
+    def _floating(self, number: int, *, scalars: bool = False) -> bool:
+        return (scalars or bool(self.values[number].shape)) and jnp.issubdtype(self.values[number].dtype, jnp.floating)

@@ -72,6 +72,35 @@ def test_a_backward_loop_waits_for_the_gradients_before_it(graph):
     assert result.nodes.index(barrier) < result.nodes.index(loop)
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_on_several_devices_the_backward_pass_waits_for_the_loss(alone):
+    """With the logits' cotangent, from before the first matmul that reads it; else the logits would lie there to the end of the step."""
+
+    def step(params, x):
+        def loss(params):
+            logits = x @ params["head"]
+            return jnp.mean(jax.nn.logsumexp(logits, -1) - logits[:, 0]), jnp.max(logits)
+
+        (value, most), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return jax.tree.map(lambda w, g: w - g, params, grads), value, most, jnp.float32(2) * params["rate"]
+
+    params = {"head": jax.random.normal(jax.random.key(0), (WIDTH, VOCABULARY)), "rate": jnp.ones(())}
+    args = params, jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
+    graph = build(trace(step, args).jaxpr)
+    result = in_order(Rewritten(graph, {}), frozenset(), alone=alone).graph
+    leaves = jax.tree.leaves(args)
+    for want, got in zip(jax.jit(evaluator(graph))(*leaves), jax.jit(evaluator(result))(*leaves), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+    if alone:
+        assert not barriers(result)
+        return
+    (barrier,) = barriers(result)
+    assert [result.values[x].shape for x in barrier.inputs] == [(ROWS, VOCABULARY), (), ()]
+    dots = [node for node in result.nodes if node.prim == "dot_general" and node.backward]
+    assert dots and all(barrier.outputs[0] in node.inputs for node in dots)
+    assert [x in barrier.outputs for x in result.outputs] == [False, False, True, True, False], "neither weights nor what needs no pass"
+
+
 def narrow_step(params, x):
     """Two layers in half precision, straight; conversions of the gradients come right after them in the program."""
 
