@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from jaxauto.core import Graph, Literal, Node, Value
+from jaxauto.flow import is_spread
 from jaxauto.graph import BarrierEqn, scan_links
 
 
@@ -33,6 +34,7 @@ class Program:
 
     def __init__(self, graph: Graph):
         self.values = {number: Value(number, value.aval) for number, value in graph.values.items()}
+        self.written = graph.values  # of the program as it was
         self.origin: dict[int, int] = {}
         self.stacked: set[int] = set()
         self.nodes: dict[int, Node] = {}
@@ -166,13 +168,14 @@ def ripeness(graph: Graph, phase) -> dict[int, int]:
 def cotangent_at(program: Program, graph: Graph, place: int, phase, readers, position, ripe) -> int | None:
     """A value of the backward pass that is alive before the node at ``place`` and waits for most of the forward pass.
 
-    Of those what the node itself reads comes first, then arrays before scalars, then the youngest. Where the backward pass has made nothing
-    yet that depends on the forward one (that of a mean is a constant), what the forward pass made last, the loss, stands in.
+    Of those what the node itself reads comes first, then arrays before scalars, then the youngest. Not what is spread over an array, by a
+    broadcast or a mask: nothing but the barrier would have it written. Where the backward pass has made nothing yet that depends on the
+    forward one (that of a mean is a constant), what the forward pass made last, the loss, stands in.
     """
     read = {x for x in graph.nodes[place].inputs if isinstance(x, int)}
     made = {out: n for n in graph.nodes[max(0, place - 400) : place] for out in n.outputs if phase[n.id] % 2}
-    live = [x for x in made if (x in read or max(readers.get(x, (-1,))) >= place) and ripe[x] >= 0]
+    live = [x for x in made if (x in read or max(readers.get(x, (-1,))) >= place) and ripe[x] >= 0 and not is_spread(program.written, x)]
     if live:
         return max(live, key=lambda x: (ripe[x], x in read, bool(program.values[x].shape), position[made[x].id]))
-    before = (out for n in reversed(graph.nodes[:place]) if phase[n.id] % 2 == 0 for out in n.outputs)
-    return next((x for x in before if not program.values[x].shape and jnp.issubdtype(program.values[x].dtype, jnp.floating)), None)
+    forward = (out for n in reversed(graph.nodes[:place]) if phase[n.id] % 2 == 0 for out in n.outputs)
+    return next((x for x in forward if not program.values[x].shape and jnp.issubdtype(program.values[x].dtype, jnp.floating)), None)
