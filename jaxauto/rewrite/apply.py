@@ -32,6 +32,21 @@ def partition_spec(sharding: Sharding) -> PartitionSpec:
     return PartitionSpec(*parts)
 
 
+def halfway(here: Sharding, there: Sharding) -> Sharding:
+    """Where an array stops between two shardings: axes that change dimensions have done so, axes that go are not gathered yet.
+
+    In one step the partitioner would gather the whole array and cut it anew; with a stop each device exchanges its share first. Without both
+    kinds of axes, or where one dimension would have some of either, there is nothing to stop for.
+    """
+    kept = {axis for axes in there for axis in axes}
+    moved = {axis for axes, after in zip(here, there, strict=True) for axis in axes if axis in kept and axis not in after}
+    left = [tuple(axis for axis in axes if axis not in moved) for axes in here]
+    gone = any(axis not in kept for axes in left for axis in axes)
+    between = tuple(after if {*after} & moved else before for before, after in zip(left, there, strict=True))
+    mixed = any({*after} & moved and not {*before} <= {*after} for before, after in zip(left, there, strict=True))
+    return between if moved and gone and not mixed else there
+
+
 def apply(graph: Graph, decisions: Decisions, mesh: Any, platform: str = "") -> Callable:
     """The function of flat arrays that runs ``graph`` as decided; to be jitted with the plan's shardings.
 
@@ -84,7 +99,9 @@ class _Constraints(Pins):
         if key in self.decisions.gathered_late:
             others = [x for k, x in enumerate(operands) if k != index and isinstance(x, jax.Array)]
             array = self.barrier([array, *others[:1]])[0]
-        return self.pinned(array, sharding)
+        number = node.inputs[index]
+        here = self.decisions.values.get(self.origin.get(number, number)) if isinstance(number, int) else None
+        return self.pinned(array if here is None else self.pinned(array, halfway(here, sharding)), sharding)
 
 
 def after_last(arrays: list, awaited: Sequence = ()) -> list:
