@@ -101,7 +101,9 @@ class _Constraints(Pins):
             array = self.barrier([array, *others[:1]])[0]
         number = node.inputs[index]
         here = self.decisions.values.get(self.origin.get(number, number)) if isinstance(number, int) else None
-        return self.pinned(array if here is None else self.pinned(array, halfway(here, sharding)), sharding)
+        if here is not None and len(here) == len(sharding):
+            array = self.pinned(array, halfway(here, sharding))
+        return self.pinned(array, sharding)
 
 
 def after_last(arrays: list, awaited: Sequence = ()) -> list:
