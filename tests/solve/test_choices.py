@@ -1,0 +1,64 @@
+"""What a block keeps and makes again, as its buffers tell; and a plan that mixes blocks by it."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxauto.core import Kind
+from jaxauto.graph import value_bytes
+from jaxauto.planner import read
+from jaxauto.solve.choices import choices
+from jaxauto.solve.remat import Level, Remat
+from jaxauto.targets import Target
+
+ROWS, WIDTH = 4096, 512
+
+
+def normed(x):
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, -1, keepdims=True)
+    return (centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+def step(ws, x):
+    def loss(ws):
+        y = x
+        for k, w in enumerate(ws):
+            with jax.named_scope(f"layer{k}"):
+                y = jax.nn.relu(normed(y @ w["a"].astype(y.dtype))) @ w["b"].astype(y.dtype)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    return jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws))
+
+
+@pytest.fixture(scope="module")
+def remat():
+    layer = {name: jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for name in "ab"}
+    found = read(step, ([layer] * 4, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)), {}, None)
+    return Remat(found.graph, found.groups, found.aliased, Target("v5p:1x1x1").chip, devices=1)
+
+
+def test_as_written_a_norm_keeps_no_float32_rows(remat):
+    """XLA:TPU makes them again in the matmuls of the backward pass; its residuals would be twice as large and more."""
+    nothing = Level(math.inf, tuple(frozenset() for _ in remat.blocks))
+    narrow = ROWS * WIDTH * 2
+    for block, (written, least) in zip(remat.blocks, choices(remat, [*remat.levels()[:1], nothing], lambda _: 1.0), strict=True):
+        residuals = sum(value_bytes(remat.graph.values[v]) for v in block.residuals)
+        if any(remat.operations[n.id].rule.kind is Kind.DOT for n in block.forward if n.id in remat.operations):
+            assert written.kept_bytes <= 2.2 * narrow < residuals
+        assert least.kept_bytes <= written.kept_bytes and least.seconds >= written.seconds == 0.0
+
+
+def test_pieces_and_the_way_to_the_host_count(remat):
+    level = remat.levels_with_host()[-1]
+    assert level.offloaded
+    whole, split = (choices(remat, [level], lambda _, n=n: n) for n in (1.0, 4.0))
+    waits = choices(remat, [level], lambda _: 1.0, host_bandwidth=1e9)
+    for (a,), (b,), (c,) in zip(whole, split, waits, strict=True):
+        assert b.kept_bytes == pytest.approx(a.kept_bytes / 4) and b.peak_bytes == pytest.approx(a.peak_bytes / 4)
+        assert c.seconds >= a.seconds
+    assert sum(c.seconds for (c,) in waits) > sum(a.seconds for (a,) in whole)
