@@ -35,8 +35,8 @@ def partition_spec(sharding: Sharding) -> PartitionSpec:
 def halfway(here: Sharding, there: Sharding) -> Sharding:
     """Where an array stops between two shardings: axes that change dimensions have done so, axes that go are not gathered yet.
 
-    In one step the partitioner would gather the whole array and cut it anew; with a stop each device exchanges its share first. Without both
-    kinds of axes, or where one dimension would have some of either, there is nothing to stop for.
+    In one step the partitioner would gather the whole array and cut it anew; with a stop each device exchanges its share first. Without
+    both kinds of axes, or where one dimension would have some of either, there is nothing to stop for.
     """
     kept = {axis for axes in there for axis in axes}
     moved = {axis for axes, after in zip(here, there, strict=True) for axis in axes if axis in kept and axis not in after}
