@@ -150,3 +150,10 @@ def assert_same_array(want, got, tolerance, where):
     assert np.isfinite(want).all(), f"{where}: the plain step's own result is not finite"
     largest = np.abs(want).max(initial=0.0)
     np.testing.assert_allclose(got, want, rtol=tolerance.relative, atol=tolerance.of_largest * largest, err_msg=where)
+
+
+def centred_rows(x):
+    """A norm without a scale, in float32, of rows in a narrower type."""
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, -1, keepdims=True)
+    return (centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + 1e-6)).astype(x.dtype)

@@ -11,6 +11,7 @@ metrics too. An array that goes through a barrier is read from there on, or the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence, Set
 
 import jax.numpy as jnp
@@ -71,8 +72,7 @@ class _Order:
         self.readers = readers_of(self.graph)
         self.names: dict[int, int] = {}
         self.waits: set[int] = set()  # values that some matmul or loop comes before
-        self.results = {*self.graph.outputs}
-        self.begun = False  # the backward pass
+        self.results = set() if alone else self._results(original)
 
     def run(self) -> None:
         nodes: list[Node] = []
@@ -96,7 +96,7 @@ class _Order:
             if node.bodies or node.prim in _WRITTEN or not self.waits.isdisjoint(x for x in node.inputs if isinstance(x, int)):
                 self.waits.update(node.outputs)
             nodes.append(node)
-            loss += self._result(node)
+            loss += [x for x in node.outputs if x in self.results and x in self.waits]
         self.graph.nodes = nodes
         self.graph.outputs = renamed(self.graph.outputs, self.names)
 
@@ -106,13 +106,11 @@ class _Order:
         self.names.update({x: passed[self.names.get(x, x)] for x in tied})
         return barrier
 
-    def _result(self, node: Node) -> list[int]:
-        """What of the forward pass alone a node returns for the whole program, on several devices."""
-        if self.alone or self.begun:
-            return []
-        self.begun = node.backward
-        found = (x for x in node.outputs if x in self.results and x in self.waits and not node.backward)
-        return [x for x in found if self._floating(x, scalars=True) and value_bytes(self.values[x]) <= _SMALL]
+    def _results(self, original: Graph) -> set[int]:
+        """What is returned of the forward pass alone."""
+        forward = itertools.takewhile(lambda node: not node.backward, self.graph.nodes)
+        returned = {out for node in forward for out in node.outputs}.intersection(original.outputs)
+        return {x for x in returned if self._floating(x) and value_bytes(self.values[x]) <= _SMALL}
 
     def _loop(self, node: Node, made: list[int]) -> list[int]:
         """The largest cotangent that a loop begins with, and the gradients made before it."""
@@ -121,7 +119,9 @@ class _Order:
 
     def _cotangents(self, node: Node) -> list[int]:
         """Arrays of the backward pass that a node reads, the largest last."""
-        waiting = [x for x in node.inputs if isinstance(x, int) and self.ripe.get(x, -1) >= 0 and self._floating(x)]
+        waiting = [
+            x for x in node.inputs if isinstance(x, int) and self.ripe.get(x, -1) >= 0 and self.values[x].shape and self._floating(x)
+        ]
         backward = [x for x in waiting if (p := self.values[x].producer) is not None and p.backward]
         return sorted(backward, key=lambda x: value_bytes(self.values[x]))
 
@@ -135,5 +135,5 @@ class _Order:
             return []  # what passes a barrier is written for it
         return [min(read, key=lambda x: value_bytes(self.values[x])), tie]
 
-    def _floating(self, number: int, *, scalars: bool = False) -> bool:
-        return (scalars or bool(self.values[number].shape)) and jnp.issubdtype(self.values[number].dtype, jnp.floating)
+    def _floating(self, number: int) -> bool:
+        return jnp.issubdtype(self.values[number].dtype, jnp.floating)

@@ -6,7 +6,7 @@ kept, nor is there room needed for it. Of a loop, and of a block inside one, as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxauto.blocks import Block, closure, phases
 from jaxauto.graph import value_bytes
@@ -24,7 +24,8 @@ def choices(
       host_bandwidth: bytes per second, if nothing hides what is sent to the host's memory and back.
     """
     turns = _turns(remat)
-    held = [_held(remat, level, pieces, turns) for level in levels]
+    owner = {v: b for b in turns for v in _inside(remat.blocks[b])}
+    held = [_held(remat, level, pieces, turns, owner) for level in levels]
 
     def option(b: int, number: int) -> Option:
         block, level = remat.blocks[b], levels[number]
@@ -55,12 +56,17 @@ def _turns(remat: Remat) -> dict[int, int]:
     return {b: first[block.phase + 1] for b, block in straight if block.phase + 1 in first}
 
 
-def _held(remat: Remat, level: Level, pieces: Callable[[int], float], turns: dict[int, int]) -> dict[int, tuple[float, float]]:
-    """Straight block → (bytes that it keeps for its backward pass, bytes that are made there again); its outputs are there anyway."""
+def _inside(block: Block) -> set[int]:
+    """What a block makes, but its outputs: those are there anyway."""
+    return {out for node in block.forward for out in node.outputs} - {*block.outputs}
+
+
+def _held(
+    remat: Remat, level: Level, pieces: Callable[[int], float], turns: Mapping[int, int], owner: Mapping[int, int]
+) -> dict[int, tuple[float, float]]:
+    """Straight block → (bytes that it keeps for its backward pass, bytes that are made there again); ``owner``: value → its block."""
     variant = remat.variant(level.kept, level.offloaded, level.remade)
     buffers, found = variant.buffers, dict.fromkeys(turns, (0.0, 0.0))
-    inner = {b: {out for node in remat.blocks[b].forward for out in node.outputs} - {*remat.blocks[b].outputs} for b in turns}
-    owner = {v: b for b, made in inner.items() for v in made}
     for k, value in enumerate(variant.origin.tolist()):
         b = owner.get(value)
         if b is None or buffers.end[k] < buffers.start[k]:

@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import centred_rows
 
 from jaxauto.core import Kind
 from jaxauto.graph import value_bytes
@@ -18,18 +19,12 @@ from jaxauto.targets import Target
 ROWS, WIDTH = 4096, 512
 
 
-def normed(x):
-    wide = x.astype(jnp.float32)
-    centred = wide - jnp.mean(wide, -1, keepdims=True)
-    return (centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + 1e-6)).astype(x.dtype)
-
-
 def step(ws, x):
     def loss(ws):
         y = x
         for k, w in enumerate(ws):
             with jax.named_scope(f"layer{k}"):
-                y = jax.nn.relu(normed(y @ w["a"].astype(y.dtype))) @ w["b"].astype(y.dtype)
+                y = jax.nn.relu(centred_rows(y @ w["a"].astype(y.dtype))) @ w["b"].astype(y.dtype)
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
     return jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws))

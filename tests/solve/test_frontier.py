@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import centred_rows
 from zoo import STEPS
 
 from jaxauto.blocks import closure, find_blocks
@@ -77,16 +78,11 @@ def test_prices_are_those_of_the_closure():
 def test_the_narrow_result_of_a_dot_stands_in_for_the_centred_rows_that_a_norm_saves():
     """float32 rows less their mean are saved; half the bytes, the bfloat16 that they are made of, are as good."""
 
-    def norm(x):
-        wide = x.astype(jnp.float32)
-        centred = wide - jnp.mean(wide, -1, keepdims=True)
-        return (centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + 1e-6)).astype(x.dtype)
-
     def step(ws, x):
         def loss(ws):
             y = x
             for w in ws:
-                y = jnp.tanh(norm(y @ w["a"])) @ w["b"]
+                y = jnp.tanh(centred_rows(y @ w["a"])) @ w["b"]
             return jnp.sum(y * y)
 
         return jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws))
