@@ -19,6 +19,7 @@ from jaxauto.core import Decisions, Graph, Node, Sharding
 from jaxauto.rewrite.evaluate import Pins, evaluator
 from jaxauto.rewrite.offload import offload
 from jaxauto.rewrite.order import in_order
+from jaxauto.rewrite.passage import bring
 from jaxauto.rewrite.program import Rewritten
 from jaxauto.rewrite.recompute import recompute
 from jaxauto.rewrite.sink import sink
@@ -30,21 +31,6 @@ def partition_spec(sharding: Sharding) -> PartitionSpec:
     while parts and parts[-1] is None:
         parts.pop()
     return PartitionSpec(*parts)
-
-
-def halfway(here: Sharding, there: Sharding) -> Sharding:
-    """Where an array stops between two shardings: axes that change dimensions have done so, axes that go are not gathered yet.
-
-    In one step the partitioner would gather the whole array and cut it anew; with a stop each device exchanges its share first. Without
-    both kinds of axes, or where one dimension would have some of either, there is nothing to stop for.
-    """
-    kept = {axis for axes in there for axis in axes}
-    moved = {axis for axes, after in zip(here, there, strict=True) for axis in axes if axis in kept and axis not in after}
-    left = [tuple(axis for axis in axes if axis not in moved) for axes in here]
-    gone = any(axis not in kept for axes in left for axis in axes)
-    between = tuple(after if {*after} & moved else before for before, after in zip(left, there, strict=True))
-    mixed = any({*after} & moved and not {*before} <= {*after} for before, after in zip(left, there, strict=True))
-    return between if moved and gone and not mixed else there
 
 
 def apply(graph: Graph, decisions: Decisions, mesh: Any, platform: str = "") -> Callable:
@@ -102,7 +88,7 @@ class _Constraints(Pins):
         number = node.inputs[index]
         here = self.decisions.values.get(self.origin.get(number, number)) if isinstance(number, int) else None
         if here is not None and len(here) == len(sharding):
-            array = self.pinned(array, halfway(here, sharding))
+            array = bring(array, here, sharding, dict(self.mesh.shape), self.pinned)
         return self.pinned(array, sharding)
 
 
