@@ -4,12 +4,11 @@ The rules are those of XLA's instruction fusion, in outline (instruction_fusion.
 made again inside each of its consumers, unless that would read more arrays than its result is: what is made of two wide arrays gets a
 buffer where it fans out. So do random bits, and on CPU transcendentals, which take long to make (``MADE_ONCE``). Dots, convolutions,
 gathers, loops and reductions write buffers and, reductions excepted, read them; a loop makes a broadcast constant inside its body.
-On TPU dots and convolutions fuse as well, see ``clusters.py``; what XLA:GPU makes in one kernel, sums of rows among it: ``kernels.py``;
-what the stacks of loops cost: ``stacks.py``.
+On TPU dots and convolutions fuse too, see ``clusters.py``; XLA:GPU's kernels, sums of rows in them: ``kernels.py``; stacks: ``stacks.py``.
 
 What shares memory (buffer assignment, in outline; each line names the function that does it):
 - an output that reuses a donated input, and the loop carry or branch result that becomes it, takes no memory of its own     ``order.py``
-- a fused equation, an update slice or a scatter writes over the operand of its size that dies there                        ``_take_over``
+- a fused equation, an update slice or a scatter writes over the operand of its size that dies there        ``liveness.take_over``
 - a loop writes over its initial carry if nothing else reads that, and a trip over the carry of the trip before             ``loop``
 - a trip's slice of a stacked result is written where the stack has it                                                      ``loop``
 What only the optimizer does is scheduled as soon as its gradient is there, as schedulers that count memory do              ``order.py``
@@ -22,7 +21,7 @@ import numpy as np
 from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule, Value
 from jaxauto.cost.clusters import FUSING, Clusters
 from jaxauto.cost.kernels import Kernels
-from jaxauto.cost.liveness import Buffers
+from jaxauto.cost.liveness import Buffers, take_over
 from jaxauto.cost.order import in_donated, schedule
 from jaxauto.cost.patterns import is_shifted, is_softmax, is_strided, is_turned, is_widening, keeps_exp, slides
 from jaxauto.cost.stacks import stack_passes
@@ -86,6 +85,7 @@ class _Fusion:
         self.writers: list[tuple[int, int, frozenset[int]]] = []  # position, value, operands whose memory it may take over
         self.bound: set[int] = set()  # results of loop bodies
         self.summed: set[int] = set()  # on TPU: the exp of a softmax
+        self.copied: dict[int, int] = {}  # slices of stacks that are copied as a whole before the loop, and the stacks
         self.in_place: set[int] = set()  # shares another buffer's memory from the start
         self.clock = 0
         self.kinds = {node.id: self._kind(node) for node in walk(graph)}
@@ -114,7 +114,8 @@ class _Fusion:
             self.touch(root, end)
         self.last.update(dict.fromkeys(inputs, end))
         written = self.merge(inputs)
-        self.take_over(inputs)
+        kept = inputs | self.in_place | (self.clusters.in_tuple if self.clusters else set())  # on TPU none of one fusion's several results
+        take_over([w for w in self.writers if w[1] not in self.in_place], self.values, self.start, self.last, kept)
         ids = np.array(sorted(self.start), int)
         last = [self.start[n] - 1 if n in self.in_place else self.last.get(n, self.start[n]) for n in ids]
         return Buffers(
@@ -136,7 +137,7 @@ class _Fusion:
 
     def bytes_of(self, number: int, fixed: set[int]) -> float:
         """Bytes of a buffer; arguments and results have the type they are said to have."""
-        value = self.values[number]
+        value = self.values[self.copied.get(number, number)]
         if number not in fixed and str(value.dtype) in self.widened:
             return 4.0 * value.elements
         return value_bytes(value)
@@ -314,20 +315,9 @@ class _Fusion:
             self.start.pop(number, None)
         self.start.update(self.clusters.together(self.start) if self.clusters else {})
         for root, amount in found.reads.items():
-            self.reads[root] = self.reads.get(root, 0.0) + amount
+            if root not in self.copied:
+                self.reads[root] = self.reads.get(root, 0.0) + amount
         return found.written
-
-    def take_over(self, inputs: set[int]) -> None:
-        """A result takes the memory of an operand of its size that dies as it is written (on TPU not of one of several results)."""
-        taken = inputs | (self.clusters.in_tuple if self.clusters else set())
-        for at, number, roots in (w for w in self.writers if w[1] not in self.in_place):
-            size = value_bytes(self.values[number])
-            for root in sorted(roots - taken):
-                dies = self.last.get(root) == at and self.start.get(root, at) < at
-                if dies and root not in self.in_place and value_bytes(self.values[root]) == size:
-                    self.last[root] = at - 1
-                    taken.add(root)
-                    break
 
     def copy_summed(self) -> None:
         """A fusion with a sum in it does not write into a stack: that is one more pass."""
@@ -349,6 +339,16 @@ class _Fusion:
             for root in self.roots(number):
                 self.reads[root] = self.reads.get(root, 0) + passes
 
+    def turn_stacks(self, node: Node) -> dict[int, int]:
+        """Stacks that a loop wants in another order are copied before it, one by one: its slice of each, and when."""
+        turned: dict[int, int] = {}
+        for link in self.kernels.enter(node.links) if self.kernels else ():
+            self.clock += 1
+            self.keep_alive(link.source, self.clock)
+            self.reads[link.source] = self.reads.get(link.source, 0) + 2  # read and written
+            turned[link.target], self.copied[link.target] = self.clock, link.source
+        return turned
+
     def is_operand(self, number: int) -> bool:
         """Whether operations, and nothing else, read a value."""
         users = self.values[number].users
@@ -361,8 +361,7 @@ class _Fusion:
         stacked = {link.target: link.source for link in node.links if link.kind is LinkKind.YS}
         shared = {link.target for link in node.links if link.kind in (LinkKind.CONST, LinkKind.XS)}
         self.enter(node, begin)
-        if self.kernels:
-            self.kernels.enter(node.links)
+        turned = self.turn_stacks(node)
         made = {link.target for link in node.links if link.kind is LinkKind.CONST and link.source in self.virtual}  # in each trip
         for body in node.bodies:
             outputs = {x for x in body.outputs if isinstance(x, int)}
@@ -378,7 +377,10 @@ class _Fusion:
                 if x not in self.in_place:
                     self.touch(x, self.clock)
             for number in body.inputs:  # a constant is the outer buffer; a slice of xs is read in place
-                if number in shared:
+                if number in turned:
+                    self.start[number], self.last[number] = turned[number], self.clock + 1
+                    self.reads.pop(number, None)
+                elif number in shared:
                     self.start.pop(number, None)
                 else:
                     self.last.setdefault(number, begin + 1)
@@ -386,12 +388,11 @@ class _Fusion:
             self.kernels.leave(node.links)
         self.clock += 1
         self.position[node.id] = self.clock
-        carried = {link.source for link in node.links if link.kind is LinkKind.INIT}
-        held = {link.source for link in node.links if link.kind in (LinkKind.CONST, LinkKind.XS)}
+        gone = {link.source for link in node.links if link.kind is LinkKind.INIT or link.target in turned}
+        held = {link.source for link in node.links if link.target in shared - turned.keys()}
         for x in node.inputs:
-            if isinstance(x, int) and (x not in carried or x in held):
-                for root in self.roots(x):
-                    self.touch(root, self.clock)
+            if isinstance(x, int) and (x not in gone or x in held):
+                self.keep_alive(x, self.clock)
         for number in node.outputs:
             self.start[number] = begin if number in stacked else self.clock
             self.last[number] = self.clock

@@ -9,6 +9,7 @@
 - Slices. A kernel reads of an array what it slices off                                  ``Kernels.parts``
 - Layouts. A dot writes its result's dimensions in their own order, and a transposition after it says how they are called. Where two such
   arrays are combined, the later one is copied to the order of the other (scores and their gradient)                ``Kernels.turn``
+  A loop's stack lies as what was put there; a loop that reads it wants its slices in their own order: it is copied whole ``Kernels.enter``
 - Siblings. Elementwise work and sums over the same elements that read an array in common are one kernel, which reads it once; one
   that only its siblings read is not written                                             ``Kernels.found``      (MultiOutputFusion)
 """
@@ -82,13 +83,15 @@ class Kernels:
             parts = {(*part, cut): of * share for part, of in parts.items()}
         self.parts[number] = parts
 
-    def enter(self, links: Sequence[Link]) -> None:
-        """A loop: a trip's slice of a stack lies as the stack does."""
+    def enter(self, links: Sequence[Link]) -> list[Link]:
+        """A loop: constants lie as they do outside, slices in their own order; the stacks that are copied to that order before."""
         for link in links:
-            if link.kind is LinkKind.XS and link.source in self.orders:
-                self.orders[link.target] = tuple(d - 1 for d in self.orders[link.source] if d)
-            elif link.kind is LinkKind.CONST and link.source in self.orders:
+            if link.kind is LinkKind.CONST and link.source in self.orders:
                 self.orders[link.target] = self.orders[link.source]
+        stacks = [link for link in links if link.kind is LinkKind.XS and link.source in self.orders]
+        for link in stacks:
+            self.orders[link.target] = tuple(range(len(self.values[link.target].shape)))
+        return [link for link in stacks if (lies := self._lies(link.source)) != sorted(lies)]
 
     def leave(self, links: Sequence[Link]) -> None:
         """After a loop: its stacks lie as what it put there."""

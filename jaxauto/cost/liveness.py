@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from jaxauto.core import Value
+from jaxauto.graph import value_bytes
 
 
 @dataclass(eq=False)
@@ -37,6 +41,28 @@ class Buffers:
     read_at: dict[int, list[int]] = field(default_factory=dict)
     stored: frozenset[int] = frozenset()
     held: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+def take_over(
+    writers: Iterable[tuple[int, int, frozenset[int]]],
+    values: Mapping[int, Value],
+    start: Mapping[int, int],
+    last: dict[int, int],
+    kept: set[int],
+) -> None:
+    """A result takes the memory of an operand of its size that dies as it is written: ``last`` of the operand becomes the position before.
+
+    Args:
+      writers: position, value, and the operands that it may write over. start, last: positions of buffers. kept: what nothing writes over.
+    """
+    taken = set(kept)
+    for at, number, roots in writers:
+        size = value_bytes(values[number])
+        for root in sorted(roots - taken):
+            if last.get(root) == at and start.get(root, at) < at and value_bytes(values[root]) == size:
+                last[root] = at - 1
+                taken.add(root)
+                break
 
 
 def live_bytes(buffers: Buffers, sizes: np.ndarray) -> np.ndarray:

@@ -22,14 +22,15 @@ def bring(array: Any, here: Sharding, there: Sharding, sizes: Mapping[str, int],
     """
     between = halfway(here, there)
     moved, _ = _changes(here, there)
-    crossed = [_is_crossed(axes, left, moved) for axes, left in zip(here, between, strict=True)]
-    wholes = [n % math.prod(sizes[a] for a in axes) == 0 for n, axes in zip(array.shape, here, strict=True)]
-    if between == there or not any(crossed) or not all(whole for whole, cross in zip(wholes, crossed, strict=True) if cross):
+    crossed = {d for d, axes in enumerate(here) if between != there and _is_crossed(axes, between[d], moved)}
+    if not crossed or any(array.shape[d] % math.prod(sizes[a] for a in here[d]) for d in crossed):
         return pinned(array, between)
-    shape = [part for n, axes, cross in zip(array.shape, here, crossed, strict=True) for part in _parts(n, axes, cross, sizes)]
+    shape: list[int] = []
+    for d, (n, axes) in enumerate(zip(array.shape, here, strict=True)):
+        shape += [*(sizes[a] for a in axes), n // math.prod(sizes[a] for a in axes)] if d in crossed else [n]
     apart = array.reshape(shape)
-    for step in (_spread(here, crossed, here, moved=frozenset()), _spread(here, crossed, between, moved), _spread(here, crossed, there, None)):
-        apart = pinned(apart, step)
+    for then, gone in ((here, frozenset()), (between, moved), (there, frozenset(sizes))):
+        apart = pinned(apart, _spread(here, crossed, then, gone))
     return apart.reshape(array.shape)
 
 
@@ -57,18 +58,9 @@ def _is_crossed(axes: tuple[str, ...], left: tuple[str, ...], moved: frozenset[s
     return any(a in moved and {*axes[k:]} & {*left} for k, a in enumerate(axes))
 
 
-def _parts(n: int, axes: tuple[str, ...], cross: bool, sizes: Mapping[str, int]) -> list[int]:
-    """A dimension taken apart: one for each axis, and what one device has of it."""
-    return [*(sizes[a] for a in axes), n // math.prod(sizes[a] for a in axes)] if cross else [n]
-
-
-def _spread(here: Sharding, crossed: list[bool], then: Sharding, moved: frozenset[str] | None) -> Sharding:
-    """``then`` for the dimensions taken apart, each axis on its own; those of ``moved`` (None: all) are there no more."""
+def _spread(here: Sharding, crossed: set[int], then: Sharding, gone: frozenset[str]) -> Sharding:
+    """``then``, where each axis of a dimension that is taken apart has one of its own, but for those that are ``gone`` from it."""
     found: list[tuple[str, ...]] = []
-    for axes, cross, after in zip(here, crossed, then, strict=True):
-        if not cross:
-            found.append(after)
-            continue
-        found += [() if moved is None or a in moved else (a,) for a in axes]
-        found.append(())
+    for d, after in enumerate(then):
+        found += [*(() if a in gone else (a,) for a in here[d]), ()] if d in crossed else [after]
     return tuple(found)

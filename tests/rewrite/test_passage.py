@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jaxauto.rewrite.apply import halfway, partition_spec
+from jaxauto.rewrite.apply import partition_spec
+from jaxauto.rewrite.passage import bring, halfway
 
 
 @pytest.mark.parametrize(
@@ -46,3 +47,32 @@ def test_the_partitioner_then_gathers_no_more_than_it_must():
     gathered = [re.findall(r"f32\[(\d+),(\d+)\]\S* all-gather", fn.lower(x).compile().as_text()) for fn in (direct, stopping)]
     assert gathered == [[("16", "8")], [("16", "2")]]
     np.testing.assert_array_equal(stopping(x), x + 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "here", "there", "collectives"),
+    [
+        ((16, 8), (("a", "b"), ()), ((), ("a",)), ["all-to-all", "all-gather"]),
+        ((16, 4, 8), (("a", "b"), (), ("c",)), ((), ("a",), ("c",)), ["all-to-all", "all-gather"]),
+        ((16, 4, 8), (("a", "b", "c"), (), ()), (("c",), ("a",), ()), None),
+        ((12, 8), (("a", "b"), ()), ((), ("a",)), None),
+    ],
+    ids=["the major axis leaves", "beside an axis that stays", "one stays in its dimension", "pieces of unequal size"],
+)
+def test_no_pieces_change_places_where_the_major_axis_leaves(shape, here, there, collectives):
+    """The axis that is left would gather pieces in another order than the mesh's: XLA would permute them all before."""
+    sizes = {"a": 2, "b": 2, "c": 2} if any("c" in axes for axes in here) else {"a": 2, "b": 4}
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(*sizes.values()), tuple(sizes))
+
+    def pinned(array, sharding):
+        return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, partition_spec(sharding)))
+
+    @jax.jit
+    def passage(x):
+        return pinned(bring(pinned(x, here), here, there, sizes, pinned), there) + 1
+
+    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    text = passage.lower(x).compile().as_text()
+    if collectives:
+        assert re.findall(r" (all-gather|all-to-all|collective-permute|all-reduce)\(", text) == collectives
+    np.testing.assert_array_equal(passage(x), x + 1)
