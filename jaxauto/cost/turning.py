@@ -1,10 +1,10 @@
 """Copies that a layout costs: collectives join and part arrays along the dimension that is outermost in memory.
 
-XLA:GPU lays out the operand of an all-gather or a reduce-scatter so that its dimension comes first (gpu_layout_assignment.cc), XLA:TPU so
-that it is not the last. What is made in a step is made so. Results have the layout of the caller: one that is gathered at the end is copied
-whole (on v5e seen as ``copy`` of a layout like ``{1,2,0}``). So have parameters: on GPU a weight's piece is copied before it is gathered,
-a gradient's after it is scattered (``wrapped_transpose`` of whole stacks before a loop); XLA:TPU narrows weights before loops, and writes
-the layout that it wants.
+XLA:GPU lays out the operand of an all-gather or a reduce-scatter so that its dimension comes first (gpu_layout_assignment.cc). What is made
+in a step is made so. Results have the layout of the caller: one that is gathered at the end is copied whole. XLA:TPU copies those gathered
+along any dimension: it gathers beside other work, and not into the donated memory (``scripts/results/endings.md``). Parameters have the
+caller's layout too: on GPU a weight's piece is copied before it is gathered, a gradient's after it is scattered (``wrapped_transpose`` of
+whole stacks before a loop); XLA:TPU narrows weights before loops, and writes the layout that it wants.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxauto.strategies import WHOLE
 
-AT_ODDS = {"gpu": lambda rank: range(1, rank), "tpu": lambda rank: range(rank - 1, rank)}  # dimensions
+AT_ODDS = {"gpu": lambda rank: range(1, rank), "tpu": range}  # dimensions
 COPIES_PIECES = frozenset({"gpu"})
 
 

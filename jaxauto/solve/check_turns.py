@@ -40,7 +40,7 @@ def copies_of_results(answer: Answer) -> Iterator[tuple[float, float]]:
 
 def _turned(answer: Answer, here: Where, there: Where, rank: int, partial: Collection[int] = ()) -> bool:
     """Whether some axis leaves a dimension, or a sum, where the layout does not have it."""
-    wrong = {"gpu": range(1, rank), "tpu": range(rank - 1, rank)}.get(answer.model.chip.platform, range(0))
+    wrong = {"gpu": range(1, rank), "tpu": range(rank)}.get(answer.model.chip.platform, range(0))
     if rank < 2:
         return False
     gathered = any(h in wrong and t == WHOLE for h, t in zip(here, there, strict=True))
