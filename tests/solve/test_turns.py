@@ -34,7 +34,7 @@ def planned(target, weights, momentum):
 
 @pytest.mark.parametrize(("target", "dim", "copies"), [("h100:8", 1, 2), ("h100:8", 2, 2), ("v5e:2x4", 1, 2), ("v5e:2x4", 2, 2)])
 def test_results_that_are_gathered_lie_beside_their_memory(target, dim, copies):
-    """Weights kept whole and updated in pieces: what is gathered in another layout than a result's, or on TPU beside other work, is copied into it."""
+    """Weights kept whole and updated in pieces: what is gathered beside it is copied into it."""
     best = planned(target, PartitionSpec(), PartitionSpec(*[None] * dim, "data")).program.solved.best
     table = beside_results(best.model)
     beside = sum(float(t[best.x[i], best.x[j]]) for (i, j), t in table.items())
