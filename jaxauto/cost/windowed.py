@@ -1,12 +1,13 @@
 """Windowed einsums: XLA:TPU scatters the sum of a dot's partial results over ``n`` devices beside the dot, as a loop.
 
 A dot makes two pieces of the result, one each way round the ring, and reads the pieces' part of the operand that has the scattered
-dimension, the other operand whole. One operand is transposed before the loop (``_turned``), into on-chip memory if it fits there. The
-other one stays on chip if it is small; else, if the first leaves room, it is brought there, whole, for every second dot, while the dot
-before it leaves time for that. The pieces are added up on chip as long as there is room. Of a batch the pieces' part is copied out of its
-operand instead, nothing stays on chip, and the pieces pass through HBM. What another dot would make of its operands as it reads them
-(``made_inside``) is written before the loop, unless it stays on chip. Convolutions, whose weights' gradients are scattered, are taken apart
-too (seen in a U-Net): the pieces' part has few features, so tiles are mostly empty, and is written and read.
+dimension, the other operand whole. One operand is transposed before the loop (``_turned``), into on-chip memory if it fits there; unless it
+is small, that may be full, and memory is set aside for it. The other one stays on chip if it is small; else, if the first leaves room, it
+is brought there, whole, for every second dot, while the dot before it leaves time for that. The pieces are added up on chip as long as
+there is room. Of a batch the pieces' part is copied out of its operand instead, nothing stays on chip, and the pieces pass through HBM.
+What another dot would make of its operands as it reads them (``made_inside``) is written before the loop, unless it stays on chip.
+Convolutions, whose weights' gradients are scattered, are taken apart too (seen in a U-Net): the pieces' part has few features, so tiles
+are mostly empty, and is written and read.
 
 Seen in schedules of single dots for v5e, v5p and v6e, on meshes of one and two axes: n is 4 to 32; the sum goes to one dimension, of one
 operand alone (no batch), that is not split already; and the flops of the n devices take at least about as long as sending one's
@@ -48,8 +49,8 @@ def windowed(
     mesh: MeshAxes,
     chip: Any,
     inside: Sequence[int] = (),
-) -> tuple[np.ndarray, np.ndarray]:
-    """Which sums are scattered beside their dot, and what the dot takes longer for that.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Which sums are scattered beside their dot, what the dot takes longer for that, and memory beside its operands.
 
     Args:
       state: ``[a, axes]`` positions in ``op.factors``. target: ``[b, axes]`` in the result's dimensions.
@@ -57,11 +58,12 @@ def windowed(
       inside: the operands that are not in memory without a loop.
 
     Returns:
-      ``bool [a, b]`` and the seconds of one run, ``float [a, b]``.
+      ``bool [a, b]``, the seconds of one run and bytes of HBM, ``float [a, b]``.
     """
-    hidden, extra = np.zeros((len(state), len(target)), bool), np.zeros((len(state), len(target)))
+    shape = len(state), len(target)
+    hidden, extra, beside = np.zeros(shape, bool), np.zeros(shape), np.zeros(shape)
     if op.rule.kind not in (Kind.DOT, Kind.CONV) or len(op.operands) != 2 or mesh.windows is None:
-        return hidden, extra
+        return hidden, extra, beside
     count = np.where(partial, np.asarray(mesh.sizes, float), 1.0).prod(-1)
     flops = matrix_seconds(op, values, state, mesh.sizes, chip)
     *sizes, added = (operand_bytes(o, op, values, state, mesh.sizes, chip) for o in (*op.operands, result))
@@ -83,11 +85,13 @@ def windowed(
             turned = _turned(op, result, values, d, here, count, mesh, cut if chip.name in TURNS_CUT else None)
             one = _loop(cut, np.where(turned < 0, cut, turned), turned >= 0, sizes, added, flops, count, chip)
             loop = np.where(batch, _loop_of_batch(sizes[cut], sizes[1 - cut], added, flops, count, chip), one)
+            copy = np.choose(np.maximum(turned, 0), sizes) * ((turned >= 0) & ~batch)
+            beside[rows] += pairs * (copy * (copy > SMALL * chip.vmem_bytes))[rows][:, None]
         written = made[1 - cut] + np.where(batch, 0.0, made[cut])  # of a batch it is made as its pieces are copied out
         longer = np.maximum(loop - apart, 0.0) + traffic_seconds(written, chip)
         hidden[rows] |= pairs
         extra[rows] += pairs * longer[rows][:, None]
-    return hidden, extra
+    return hidden, extra, beside
 
 
 def _loop(cut: int, turned: np.ndarray, copied: np.ndarray, sizes: list, added, flops, count, chip: Any) -> np.ndarray:

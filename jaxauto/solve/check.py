@@ -20,7 +20,7 @@ from jaxauto.cost.compute import may_be_minor, operation_flops, traffic_seconds
 from jaxauto.cost.onchip import Near, capacity
 from jaxauto.graph import HOST, value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
-from jaxauto.solve.check_ring import padding, ring_seconds
+from jaxauto.solve.check_ring import padding, ring
 from jaxauto.solve.check_turns import copies, copies_of_results
 from jaxauto.solve.facts import read_together, spatial_dims
 from jaxauto.solve.loops import accumulated, shadows
@@ -165,7 +165,7 @@ class Answer:
                 whole = self.operand(op, o) == self.holder(o) and self.model.chip.platform == "gpu"
                 once = self.once.get(o.value, 1) if whole else 1
                 self.charge(total, self.resource(-1, o.value), times, (part[0] / once, part[1] / once), op.node.id)
-                total["compute"] += times * (longer or 0.0)
+                total["compute"] += times * (longer[0] if longer else 0.0)
         outputs = {x for x in self.model.groups.graph.outputs if isinstance(x, int)}
         for e in self.model.groups.edges:
             times = e.times + self.model.variant.extra.get(e.node, 0)
@@ -262,9 +262,9 @@ class Answer:
             seconds = max(seconds, operation_flops(op) / split / (chip.flops_efficiency * chip.peak_flops(dtype)))
         return seconds
 
-    def windowed(self, op: Operation, o: Operand) -> float | None:
-        """See ``ring_seconds``."""
-        return ring_seconds(self.model, op, o, self.operation[op.node.id], self.partial(op, o), self.holder(o))
+    def windowed(self, op: Operation, o: Operand) -> tuple[float, float] | None:
+        """See ``ring``."""
+        return ring(self.model, op, o, self.operation[op.node.id], self.partial(op, o), self.holder(o))
 
     # ----------------------------------------------------------------------------------------------------------- passages
 
@@ -390,5 +390,7 @@ class Answer:
                 here, there = self.holder(o), self.operand(op, o)
                 if any(h != t and h != WHOLE for h, t in zip(here, there, strict=True)):
                     live[at] += value_bytes(model.values[o.value]) / self.pieces(there)
+            for o in op.results if at is not None else ():
+                live[at] += (self.windowed(op, o) or (0.0, 0.0))[1]
         live[-1] += sum(n for n, _ in copies_of_results(self))
         return live

@@ -28,10 +28,10 @@ from jaxauto.strategies import WHOLE
 from jaxauto.targets.chip import Chip
 
 
-def ring_seconds(
+def ring(
     model: Model, op: Operation, result: Operand, state: tuple[int, ...], partial: Collection[int], there: tuple[int, ...]
-) -> float | None:
-    """Seconds that one run of a dot takes longer; None: its sum is waited for.
+) -> tuple[float, float] | None:
+    """Seconds that one run of a dot takes longer, bytes that it has copied; None: its sum is waited for.
 
     Args:
       state: for each mesh axis the factor of ``op`` that it splits. partial: axes over which ``result`` is summed.
@@ -73,11 +73,11 @@ def ring_seconds(
     if op.rule.kind is Kind.CONV:
         features = model.values[result.value].shape[d]
         more = count * math.ceil(features / count / LANES) / math.ceil(features / LANES)
-        return max(max(flops, traffic_seconds(WRITTEN * more * part + count / PIECES * whole + added, chip)) - apart, 0.0) + first
+        return max(max(flops, traffic_seconds(WRITTEN * more * part + count / PIECES * whole + added, chip)) - apart, 0.0) + first, 0.0
     if batch:
         longer = max(flops, traffic_seconds(part + count / PIECES * whole + added, chip))
         longer += traffic_seconds(ADDED_UP_IN_BATCH * added + COPIED * part, chip)
-        return max(longer - apart, 0.0) + first
+        return max(longer - apart, 0.0) + first, 0.0
     turned, copied = cut[0], False
     own = [(found & made) - shared for found in of]
     if all(own):
@@ -89,7 +89,9 @@ def ring_seconds(
             split = pieces([result.dims[last][1]]) * (count if last == d else 1)
             lanes = model.values[result.value].shape[last] / split % LANES == 0
             turned = int((result.dims[last][1] in own[1]) != lanes)
-    return max(_loop(moved, turned, cut[0], added, flops, count, chip, copied=copied) - apart, 0.0) + first
+    longer = _loop(moved, turned, cut[0], added, flops, count, chip, copied=copied)
+    beside = moved[turned] if copied and moved[turned] > SMALL * chip.vmem_bytes else 0.0
+    return max(longer - apart, 0.0) + first, beside
 
 
 def padding(

@@ -164,8 +164,14 @@ class Model:
         return MemoryRow(position, base, vectors, self._resharded(position))
 
     def _resharded(self, position: int) -> dict[tuple[int, int], np.ndarray]:
-        """Bytes of the arrays resharded for the operations at a position, by the states of group and operation."""
+        """Bytes of the arrays resharded or turned for the operations at a position, by the states of group and operation."""
         pairs: dict[tuple[int, int], np.ndarray] = {}
+
+        def add(a: int, b: int, table: np.ndarray) -> None:
+            if a != b and table.any():
+                key = (min(a, b), max(a, b))
+                pairs[key] = pairs.get(key, 0.0) + (table if a < b else table.T)
+
         for op in self.operations_at.get(position, ()):
             v = self.var("operation", op.node.id)
             for o in op.operands:
@@ -176,11 +182,9 @@ class Model:
                         project(self.states[g], dims), project(self.states[v], factors), self.mesh.sizes
                     ),
                 )
-                if not moved.any():
-                    continue
-                table = value_bytes(self.values[o.value]) * (moved if g < v else moved.T)
-                key = (min(g, v), max(g, v))
-                pairs[key] = pairs[key] + table if key in pairs else table
+                add(g, v, value_bytes(self.values[o.value]) * moved)
+            for o in op.results if self.mesh.windows else ():
+                add(v, self.var("group", o.group), self.result_tables(op, o)[2])
         if position == self.buffers.length - 1:
             pairs.update({key: pairs.get(key, 0.0) + table for key, table in beside_results(self).items()})
         return pairs
@@ -301,32 +305,35 @@ class Model:
         count: dict[tuple, float] = defaultdict(float)
         first: dict[tuple, tuple[Operation, Operand]] = {}
         for op in self.groups.operations:
-            v = self.var("operation", op.node.id)
             for o in op.results:
-                key = (
-                    *(v, self.var("group", o.group), factor_dims(op, o), tuple(d for d, _ in o.dims)),
-                    *(reduced_factors(op, o), self.passage_bytes(o.value), self.inside(op), self.summed_once.get(o.value, 1)),
-                    *(self.resource_of(-1, o.value), self.shadow(op.node.id)),
-                )
+                key = (*self._result_key(op, o), self.resource_of(-1, o.value), self.shadow(op.node.id))
                 count[key] += self.again(op.node.id)
                 first.setdefault(key, (op, o))
         for key, times in count.items():
             v, g, *_, resource, shadow = key
-            passage, longer = self.cached(("result", *key[:-2]), lambda key=key: self.result_tables(*first[key], *key[:-2]))
+            passage, longer, _ = self.result_tables(*first[key])
             self._add_passage(resource, v, g, times, passage, shadow)
             if longer.any():
                 self.problem.add_pair("compute", v, g, times * longer)
 
-    def result_tables(self, op: Operation, o: Operand, v: int, g: int, factors, dims, reduced, bytes_: float, inside, trips: int) -> tuple:
-        """(tables of the passage from a strategy to the group of a result, seconds that a dot takes longer in a windowed einsum)."""
+    def _result_key(self, op: Operation, o: Operand) -> tuple:
+        layouts = self.var("operation", op.node.id), self.var("group", o.group), factor_dims(op, o), tuple(d for d, _ in o.dims)
+        return *layouts, reduced_factors(op, o), self.passage_bytes(o.value), self.inside(op), self.summed_once.get(o.value, 1)
+
+    def result_tables(self, op: Operation, o: Operand) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tables of the passage from a strategy to the group of a result; seconds and bytes that a windowed einsum takes more."""
+        key = self._result_key(op, o)
+        return self.cached(("result", *key), lambda: self._result_tables(op, o, *key))
+
+    def _result_tables(self, op: Operation, o: Operand, v: int, g: int, factors, dims, reduced, bytes_: float, inside, trips: int) -> tuple:
         partial = np.isin(self.states[v], reduced) if reduced else np.zeros(self.states[v].shape, bool)
         target = project(self.states[g], dims)
-        beside, longer = windowed(op, o, self.values, self.states[v], target, partial, self.mesh, self.chip, inside)
+        beside, longer, copied = windowed(op, o, self.values, self.states[v], target, partial, self.mesh, self.chip, inside)
         source = project(self.states[v], factors)
         tables = passage_tables(source, target, bytes_, self.mesh, partial, beside)
         if trips > 1:  # what is summed whole and stays where it is, is summed after the loop
             tables[:, (source[:, None] == target).all(-1)] /= trips
-        return tables, longer
+        return tables, longer, copied
 
     def inside(self, op: Operation) -> tuple[int, ...]:
         """Operands of a dot that are made as they are read."""
