@@ -322,11 +322,12 @@ class Decisions:
       gathered_late: (first result, operand index) whose gather waits for the backward pass (else it is merged with the forward one's).
       made: value id → sharding it is made in before it gets the one in ``values``: a conversion that narrows comes before a gather.
       finished: gradients of the straight program that a recomputation waits for on CPU, where they come before it: the scheduler would
-        put them off and keep what they read. XLA:TPU makes the update with the gradient, which waiting for the gradient undoes.
+        put them off and keep what they read.
       offloaded: values that are in the host's memory between the passes.
       remade: values between blocks that are made again for the backward pass, see ``reruns.py``.
       in_order: gradients, those summed over devices too, that loops and recomputations of the backward pass wait for
-        where the compiler is held to the order of the program (XLA:GPU, see ``rewrite/order.py``); None where it is not.
+        where the compiler is held to the order of the program (``rewrite/order.py``): all on GPU; on TPU, where waiting has what was made
+        with its update written, those much smaller than what is read for them. None where it is not.
     """
 
     values: Mapping[int, Sharding] = field(default_factory=dict)

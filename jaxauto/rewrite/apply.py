@@ -42,8 +42,9 @@ def apply(graph: Graph, decisions: Decisions, mesh: Any, platform: str = "") -> 
     chosen = {b: kept for b, kept in enumerate(decisions.kept) if kept is not None}
     made_again = recompute(graph, chosen, decisions.remade) if chosen else Rewritten(graph, {})
     rewritten = offload(made_again, decisions.offloaded)
+    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else platform
     if decisions.in_order is not None:
-        rewritten = in_order(rewritten, decisions.in_order, alone=mesh.size == 1)
+        rewritten = in_order(rewritten, decisions.in_order, alone=mesh.size == 1, strays=platform != "tpu")
     rewritten = sink(rewritten)
     return evaluator(rewritten.graph, _Constraints(decisions, mesh, rewritten, platform))
 
@@ -52,7 +53,7 @@ class _Constraints(Pins):
     def __init__(self, decisions: Decisions, mesh: Any, rewritten: Rewritten, platform: str):
         self.decisions, self.mesh, self.host = decisions, mesh, rewritten.host
         self.origin, self.stacked = rewritten.origin, rewritten.stacked
-        self.on_cpu = (mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else platform) == "cpu"
+        self.on_cpu = platform == "cpu"
         self.awaited: list = []
 
     def barrier(self, arrays: list) -> list:

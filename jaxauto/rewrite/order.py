@@ -7,6 +7,9 @@ loss itself is made at the end of the step, and the logits lie there until then.
 depends on no forward value waits for the loss; a loop of the backward pass, or a recomputation, waits for the gradients that come before
 it, on several devices for those of the block before: their sums run beside a block; there the backward pass waits for the loss and the
 metrics too. An array that goes through a barrier is read from there on, or the compiler for several devices takes it out.
+
+XLA:TPU puts weight gradients off as well, and makes the update with them. One that is waited for is written; so are those waited for that
+read much more than they are, as the last projection's does, and nothing else is held there.
 """
 
 from __future__ import annotations
@@ -24,17 +27,18 @@ _SMALL = 1 << 20  # bytes: a larger result is not held back from where the compi
 _WRITTEN = ("scatter", "scatter-add", "scatter_add", "dot_general", "conv_general_dilated")  # never fused into what reads them
 
 
-def in_order(rewritten: Rewritten, finished: Set[int], *, alone: bool = True) -> Rewritten:
+def in_order(rewritten: Rewritten, finished: Set[int], *, alone: bool = True, strays: bool = True) -> Rewritten:
     """The same program, held to its order.
 
     Args:
       finished: gradients of the straight program that what comes after them in the backward pass waits for.
       alone: on one device.
+      strays: the compiler starts early what waits for nothing, and on several devices puts the loss off.
     """
     program = Program(rewritten.graph)
     program.origin.update(rewritten.origin)
     program.stacked |= rewritten.stacked
-    _Order(program, rewritten.graph, finished, alone=alone).run()
+    _Order(program, rewritten.graph, finished, alone=alone, strays=strays).run()
     program.relink(program.top)
     return Rewritten(program.top, program.origin, frozenset(program.stacked), rewritten.host)
 
@@ -62,8 +66,9 @@ def late_conversions(nodes: Sequence[Node], finished: Set[int]) -> list[Node]:
 
 
 class _Order:
-    def __init__(self, program: Program, original: Graph, finished: Set[int], *, alone: bool):
-        self.program, self.graph, self.finished, self.alone = program, program.graphs[id(original)], finished, alone
+    def __init__(self, program: Program, original: Graph, finished: Set[int], *, alone: bool, strays: bool):
+        self.program, self.graph, self.finished = program, program.graphs[id(original)], finished
+        self.alone, self.strays = alone, strays
         self.graph.nodes = late_conversions(self.graph.nodes, finished)
         self.values = original.values
         self.phase = {node.id: int(node.backward) for node in original.nodes}
@@ -72,7 +77,7 @@ class _Order:
         self.readers = readers_of(self.graph)
         self.names: dict[int, int] = {}
         self.waits: set[int] = set()  # values that some matmul or loop comes before
-        self.results = set() if alone else self._results(original)
+        self.results = self._results(original) if strays and not alone else set()
 
     def run(self) -> None:
         nodes: list[Node] = []
@@ -128,7 +133,7 @@ class _Order:
     def _early(self, node: Node, place: int) -> list[int]:
         """The smallest array that an early operation reads, and something no larger than its result that waits for the forward pass."""
         read = [x for x in node.inputs if isinstance(x, int) and self.values[x].shape]
-        if node.prim not in _WRITTEN or not self.waits.isdisjoint(read):
+        if not self.strays or node.prim not in _WRITTEN or not self.waits.isdisjoint(read):
             return []
         tie = cotangent_at(self.program, self.graph, place, self.phase, self.readers, self.position, self.ripe)
         if not read or tie is None or value_bytes(self.values[tie]) > value_bytes(self.values[node.outputs[0]]):

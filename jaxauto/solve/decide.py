@@ -7,14 +7,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxauto.core import Decisions, LinkKind, Sharding
-from jaxauto.graph import walk
-from jaxauto.groups import Edge
+from jaxauto.graph import value_bytes, walk
+from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.model import Model
 from jaxauto.solve.positions import edge_layout, reduced_factors
 from jaxauto.solve.search import Candidate
-from jaxauto.strategies import WHOLE, project, sharding_of
+from jaxauto.strategies import WHOLE, project, sharding_of, shards
 
 _ORDERS = frozenset(["transpose", "reshape", "squeeze", "expand_dims"])
+_LESS = 0.5  # a gradient that takes less than this share of what is read for it is written, so that that can go
 
 
 def decisions_of(candidate: Candidate) -> Decisions:
@@ -54,18 +55,36 @@ def decisions_of(candidate: Candidate) -> Decisions:
             position = np.where(np.isin(model.position(x, e.value), _summed(e)), model.position(x, e.value), there[0])
             operands[node.outputs[0], e.operand] = sharding_of(position, len(e.dims), model.mesh)
     variant = candidate.variant
+    on_cpu = getattr(model.chip, "platform", "cpu") == "cpu"
+    finished = frozenset(value for _, _, value in _finished(model)) if on_cpu else frozenset()
+    awaited = _awaited(model, x)
+    return Decisions(values, operands, variant.kept, frozenset(late), finished, made, variant.offloaded, variant.remade, awaited)
+
+
+def _awaited(model: Model, x: np.ndarray) -> frozenset[int] | None:
+    """What loops and recomputations of the backward pass wait for (``rewrite/order.py``); on TPU, gradients much smaller than what is read
+    for them, on one device."""
     platform = getattr(model.chip, "platform", "cpu")
-    in_order = _finished(model) if platform == "gpu" else None
-    finished = _finished(model) if platform == "cpu" else frozenset()
-    return Decisions(values, operands, variant.kept, frozenset(late), finished, made, variant.offloaded, variant.remade, in_order)
+    if platform == "gpu":
+        return frozenset(value for _, _, value in _finished(model))
+    found = set()
+    for op, o, value in _finished(model) if platform == "tpu" else ():
+        read = max((_local(model, i.value, model.operand_position(x, op, i)) for i in op.operands), default=0.0)
+        if _local(model, o.value, model.position(x, o.value)) < _LESS * read:
+            found.add(value)
+    return frozenset(found) or None
 
 
-def _finished(model: Model) -> frozenset[int]:
-    """Gradients of the straight program. Who waits for one that is summed over devices waits for the sum.
+def _local(model: Model, number: int, position: np.ndarray) -> float:
+    """Bytes that one device holds of a value."""
+    return value_bytes(model.values[number]) / float(shards(position[None], model.mesh.sizes)[0])
+
+
+def _finished(model: Model) -> Iterator[tuple[Operation, Operand, int]]:
+    """Gradients of the straight program, by what makes them. Who waits for one that is summed over devices waits for the sum.
 
     As the optimizer reads them: an operation writes whatever order of dimensions is asked of it, and is held to what is waited for.
     """
-    found = set()
     straight = {node.id for node in model.groups.graph.nodes}
     for op in model.groups.operations:
         for o in op.results:
@@ -73,8 +92,7 @@ def _finished(model: Model) -> frozenset[int]:
                 value = model.values[o.value]
                 while model.overlaps and len(value.users) == 1 and value.users[0].prim in _ORDERS and value.users[0].backward:
                     value = model.values[value.users[0].outputs[0]]
-                found.add(value.id)
-    return frozenset(found)
+                yield op, o, value.id
 
 
 def _made_elsewhere(model: Model, x: np.ndarray) -> Iterator[tuple[int, Sharding]]:
