@@ -326,8 +326,8 @@ class Decisions:
       offloaded: values that are in the host's memory between the passes.
       remade: values between blocks that are made again for the backward pass, see ``reruns.py``.
       in_order: gradients, those summed over devices too, that loops and recomputations of the backward pass wait for
-        where the compiler is held to the order of the program (``rewrite/order.py``): all on GPU; on TPU, where waiting has what was made
-        with its update written, those much smaller than what is read for them. None where it is not.
+        where the compiler is held to the order of the program (``rewrite/order.py``): all on GPU; on TPU those summed over
+        devices that are much smaller than what is read for them. None where it is not.
     """
 
     values: Mapping[int, Sharding] = field(default_factory=dict)

@@ -62,15 +62,19 @@ def decisions_of(candidate: Candidate) -> Decisions:
 
 
 def _awaited(model: Model, x: np.ndarray) -> frozenset[int] | None:
-    """What loops and recomputations of the backward pass wait for (``rewrite/order.py``); on TPU, gradients much smaller than what is read
-    for them, on one device."""
+    """What loops and recomputations of the backward pass wait for (``rewrite/order.py``).
+
+    On TPU, gradients that are summed over devices and that take much less than what is read for them, each of one device's; others are made
+    with their update, and to wait for one cost 4.6 % of a step (GPT-2 medium, unrolled, on v5p).
+    """
     platform = getattr(model.chip, "platform", "cpu")
     if platform == "gpu":
         return frozenset(value for _, _, value in _finished(model))
     found = set()
     for op, o, value in _finished(model) if platform == "tpu" else ():
         read = max((_local(model, i.value, model.operand_position(x, op, i)) for i in op.operands), default=0.0)
-        if _local(model, o.value, model.position(x, o.value)) < _LESS * read:
+        summed = np.isin(model.state(x, "operation", op.node.id), reduced_factors(op, o)).any()
+        if summed and _local(model, o.value, model.position(x, o.value)) < _LESS * read:
             found.add(value)
     return frozenset(found) or None
 

@@ -62,6 +62,13 @@ def test_a_scatter_of_constants_waits_for_the_loss(graph):
     assert barrier.outputs[1] in result.outputs, "the loss that is returned has passed as well"
 
 
+def test_where_nothing_is_started_early_only_gradients_are_waited_for(graph):
+    """As for XLA:TPU."""
+    assert not barriers(in_order(Rewritten(graph, {}), frozenset(), alone=False, strays=False).graph)
+    (barrier,) = barriers(in_order(Rewritten(graph, {}), frozenset([head_gradient(graph)]), alone=False, strays=False).graph)
+    assert head_gradient(graph) in barrier.inputs
+
+
 def test_a_backward_loop_waits_for_the_gradients_before_it(graph):
     gradient = head_gradient(graph)
     result = in_order(Rewritten(graph, {}), frozenset({gradient})).graph

@@ -62,3 +62,17 @@ def test_on_one_device_nothing_is_pinned(target, pinned):
     plan = jaxauto.plan(step, *args, target=target, certify=False)
     module = plan.lower().as_text()
     assert ("sharding_constraint" in module) == pinned
+
+
+@pytest.mark.parametrize(("rows", "awaited"), [(ROWS * WIDTH, 2), (WIDTH, 0)])
+def test_tpu_waits_for_gradients_that_are_much_smaller_than_what_is_read_for_them(rows, awaited):
+    """If they are summed over devices; what lies there until they are made is what is read for them."""
+    matrix = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)
+    args = (
+        {"into": matrix, "bias": jax.ShapeDtypeStruct((WIDTH,), jnp.float32), "out": matrix},
+        jax.ShapeDtypeStruct((rows, WIDTH), jnp.bfloat16),
+    )
+    for target, count in (("v5e:2x4", awaited), ("v5e:1x1", 0)):
+        mesh = {"data": 8 if target == "v5e:2x4" else 1}
+        plan = jaxauto.plan(biased_step, *args, target=target, mesh=mesh, certify=False, progress=False)
+        assert len(plan.decisions.in_order or ()) == count
