@@ -10,9 +10,9 @@ import jax
 
 from jaxauto import frontend
 from jaxauto.errors import ArgumentError
-from jaxauto.options import bind_static
+from jaxauto.options import Options, bind_static
 from jaxauto.plan import Plan, PlannedStep
-from jaxauto.planner import Options, make_plan
+from jaxauto.planner import make_plan
 from jaxauto.trace import abstract, key_path
 
 

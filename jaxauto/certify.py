@@ -1,7 +1,8 @@
 """A certified plan fits: compile, and where the compiler needs more than the budget, tighten by the measured excess and solve again.
 
 The estimate e and the compiled c of one round give the next one, under a budget of M: the estimate may be M e / c.
-Where no plan has so little, the leanest plan is compiled: compilers stray from the estimate most where there is room to waste.
+Where no plan has so little, the leanest plan is compiled: compilers stray from the estimate most where there is room to waste. The least
+that users are told of is what the compiler was seen to fit it into: asked for that much, the planner plans.
 Where the next one fits with room to spare, a faster plan between the two is tried, and one below that if it does not fit.
 Where none fits, a compiler that takes a limit is told of it: with memory to spare XLA:TPU leaves gaps in its heap. Where the gaps alone
 are too much, it is told at once: it closes them, and the step takes no longer.
@@ -18,12 +19,15 @@ from jaxauto import aot, hlo
 from jaxauto.errors import InfeasibleError, TargetError
 from jaxauto.plan import Certificate, Plan
 from jaxauto.reserve import between
+from jaxauto.tables import size
 from jaxauto.targets.compilers import memory_limit
 from jaxauto.targets.target import Target
 from jaxauto.verify import Compilation, compile_plan, schedule_of
 
 MAX_ROUNDS = 3
 _SLACK = 0.02  # the next plan's excess differs a little
+_LEANEST = 0.0  # share of a plan's memory that no plan has
+_ROUNDING = 1e-6
 _SAME = 1e-3  # plans nearer to each other are one
 _BETWEEN = 24  # answers between the levels that are looked at
 _TRIES = 2  # of plans between one that fits and one that does not
@@ -37,14 +41,13 @@ def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str],
       must: raise where there is no compiler, instead of a note on the plan.
 
     Raises:
-      InfeasibleError: after ``MAX_ROUNDS`` compilations, and on TPU up to two under a limit, it still does not fit; with the compiler's
-        numbers.
+      InfeasibleError: after ``MAX_ROUNDS`` compilations, that of the leanest plan, and on TPU up to two under a limit, it still does not
+        fit; with the compiler's numbers.
     """
-
     tried: list[str] = []
     over: list[tuple[Plan, float]] = []  # what did not fit, and what it needed
     told: dict[Plan, Plan | None] = {}  # what came of telling the compiler
-    for number in range(1, MAX_ROUNDS + 1):
+    for number in range(1, MAX_ROUNDS + 2):
         try:
             needed, compiler = _needs(plan)
         except (TargetError, aot.CompilerFailure) as error:
@@ -60,22 +63,48 @@ def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str],
                 return packed
         over.append((plan, needed))
         tried.append(f"{_mib(needed)} for a plan estimated at {_mib(plan.estimate.peak_memory)}")
-        if number == MAX_ROUNDS:
+        if number > MAX_ROUNDS:
             break
         progress(f"the compiler needs {_mib(needed)} of {_mib(budget)}: planning again")
-        leaner = _leaner(plan, budget / needed * (1 - _SLACK), options, progress)
+        leaner = _leaner(plan, budget / needed * (1 - _SLACK) if number < MAX_ROUNDS else _LEANEST, options, progress)
         if leaner is None:
             break
         plan = leaner
-    nearest = min(over, key=lambda o: o[1])[0]
+    nearest, needed = min(over, key=lambda o: o[1])
     limited = told[nearest] if nearest in told else _limited(nearest, budget, len(tried) + 1, progress)
     if limited is not None:
         return limited
+    least = _room(nearest, needed, len(tried) + 2, progress)
     raise InfeasibleError(
         f"no plan was found that the compiler fits into {_mib(budget)} of {plan.target}: in {len(tried)} rounds "
         f"it needed {', then '.join(tried)}. "
-        "Raise memory_budget, or plan with certify=False to get the plan all the same."
+        f"Raise memory_budget: to {size(least, up=True)} at least; or plan with certify=False to get the plan all the same.",
+        least,
     )
+
+
+def least_told(error: InfeasibleError, step: Any, target: Target, options: Any, progress: Callable[[str], None]) -> InfeasibleError:
+    """``error``, raised by the search, with what the compiler needs for the leanest plan, if that is more than the estimate."""
+    from jaxauto.planner import solve
+
+    if error.least_bytes is None:
+        return error
+    progress("compiling the leanest plan")
+    try:
+        leanest = solve(step, target, error.least_bytes * (1 + _ROUNDING), options, progress)
+        room = _room(leanest, _needs(leanest)[0], 2, progress)
+    except (InfeasibleError, TargetError, aot.CompilerFailure):
+        return error
+    if room <= error.least_bytes:
+        return error
+    return InfeasibleError(f"{error} For that plan the compiler needs {size(room, up=True)}.", room)
+
+
+def _room(plan: Plan, needed: float, number: int, progress: Callable[[str], None]) -> float:
+    """Bytes that the compiler is seen to fit ``plan`` into, which takes ``needed`` if not told: fewer, where it can close gaps."""
+    compilation = plan.__dict__.get("compilation")
+    tight = compilation.peak_bytes / (1 - _SLACK) if compilation is not None else needed
+    return tight if tight < needed and _limited(plan, tight, number, progress) is not None else needed
 
 
 def _fits_without_gaps(plan: Plan, budget: float) -> bool:
@@ -146,7 +175,7 @@ def _leaner(plan: Plan, share: float, options: Any, progress: Callable[[str], No
         if near is not None:
             return plan_of(plan, near, before * share, options)
         least = math.inf if error.least_bytes is None else error.least_bytes
-        most = min(least * (1 + _SLACK), before * (1 - _SAME))
+        most = min(least * (1 + (_SLACK if share > _LEANEST else _ROUNDING)), before * (1 - _SAME))
         if least > most:
             return None
         try:

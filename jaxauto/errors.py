@@ -8,8 +8,8 @@ class JaxAutoError(Exception):
 class InfeasibleError(JaxAutoError):
     """No plan fits: the message says the least memory that any plan needs and what it is made of.
 
-    ``least_bytes``: that least memory, by the planner's estimate and as far as it looked: a plan for this budget exists; None where a
-    compiler refused.
+    ``least_bytes``: that least memory, as far as the planner looked: a plan for this budget exists. Where plans are certified, what the
+    compiler was seen to need; else the planner's estimate. None where the planner does not know.
     """
 
     def __init__(self, message: str, least_bytes: float | None = None):

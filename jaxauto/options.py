@@ -6,6 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,6 +22,27 @@ _WINDOWS = {"tpu": 32}  # seen in schedules: gradients scattered over more devic
 _NO_WINDOWS = 4  # and so are those of a mesh of this many
 
 _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of ``jaxauto.plan``, see there."""
+
+    mesh: Any = None
+    target: Any = None
+    memory_budget: Any = None
+    remat: str = "auto"
+    constraints: Mapping[str, Any] | None = None
+    donate_argnums: Any = None
+    time_limit: float = 60.0
+    tune: int = 0
+    certify: Any = "auto"
+    progress: bool | None = None
+
+    @property
+    def surely(self) -> bool:
+        """Whether to certify. ``"auto"``: where a budget was given; what the chip has leaves room for the estimate's error."""
+        return self.certify is True or (self.certify == "auto" and self.memory_budget is not None)
 
 
 def budget_bytes(budget: int | float | str | None, hbm_bytes: float) -> float:

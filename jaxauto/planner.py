@@ -23,7 +23,7 @@ from jaxauto.estimate import estimate, memory_by_kind
 from jaxauto.flow import data_dependent, feeding_operations
 from jaxauto.graph import build, value_bytes, walk
 from jaxauto.groups import Groups, find_groups
-from jaxauto.options import budget_bytes, device_mesh, is_here, mesh_candidates
+from jaxauto.options import Options, budget_bytes, device_mesh, is_here, mesh_candidates
 from jaxauto.plan import Plan, Program, RematDecision, SolverReport
 from jaxauto.progress import Progress
 from jaxauto.reserve import with_room
@@ -38,27 +38,12 @@ from jaxauto.solve.remat import Level, Remat
 from jaxauto.solve.search import Candidate, Found, Search
 from jaxauto.solve.tighten import WORK_PER_SECOND
 from jaxauto.strategies import shards
+from jaxauto.tables import size
 from jaxauto.targets.target import Target, resolve
 from jaxauto.trace import Traced, trace
 from jaxauto.undivided import notes as undivided_notes
 
 _TIE = 0.005  # relative difference of estimates that means nothing
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of ``jaxauto.plan``, see there."""
-
-    mesh: Any = None
-    target: Any = None
-    memory_budget: Any = None
-    remat: str = "auto"
-    constraints: Mapping[str, Any] | None = None
-    donate_argnums: Any = None
-    time_limit: float = 60.0
-    tune: int = 0
-    certify: Any = "auto"
-    progress: bool | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +86,15 @@ def make_plan(fun: Callable, args: tuple, kwargs: dict, options: Options) -> Pla
         step = read(fun, args, kwargs, options.donate_argnums)
         target = resolve(options.target)
         budget = budget_bytes(options.memory_budget, target.chip.hbm_bytes)
-        solved = searched(step, target, budget, options, progress)
-        sure = _should_certify(options)
+        sure = options.surely
+        try:
+            solved = searched(step, target, budget, options, progress)
+        except InfeasibleError as error:
+            if not sure:
+                raise
+            from jaxauto.certify import least_told
+
+            raise least_told(error, step, target, options, progress) from None
         plan = plan_for(solved, solved.best, budget, options) if sure else with_room(solved, budget, options, progress)
         if options.tune > 1:
             from jaxauto.tune import tuned
@@ -265,10 +257,10 @@ def _infeasible_message(results: list[tuple[Search, Found]], budget: float, targ
     search, found = min(results, key=lambda r: r[1].leanest.peak_bytes)
     mesh, least = search.mesh, found.leanest
     parts = sorted(memory_by_kind(least.model, least.x).items(), key=lambda kv: -kv[1])
-    made_of = ", ".join(f"{name} {gib(b)}" for name, b in parts if b > 0.005 * least.peak_bytes)
+    made_of = ", ".join(f"{name} {size(b)}" for name, b in parts if b > 0.005 * least.peak_bytes)
     return (
-        f"no plan fits {gib(budget)} on each of {mesh.num_devices} x {target.chip.name}: "
-        f"the least that any plan needs is {gib(least.peak_bytes, up=True)} "
+        f"no plan fits {size(budget)} on each of {mesh.num_devices} x {target.chip.name}: "
+        f"the least that any plan needs is {size(least.peak_bytes, up=True)} "
         f"(mesh {mesh.shape}, {_recomputed(least)}), made of {made_of}. "
         "Use more devices, a larger memory_budget, a smaller batch, or a leaner optimizer state."
     )
@@ -277,15 +269,6 @@ def _infeasible_message(results: list[tuple[Search, Found]], budget: float, targ
 def _recomputed(candidate: Candidate) -> str:
     again = [kept is not None for kept in candidate.variant.kept]
     return "everything recomputed" if again and all(again) else f"{sum(again)} of {len(again)} blocks recomputed"
-
-
-def gib(bytes_: float, *, up: bool = False) -> str:
-    """``"1.50 GiB"``, in the unit that fits; ``up``: never less than it is."""
-    rounded = math.ceil if up else round
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if bytes_ >= size:
-            return f"{rounded(100 * bytes_ / size) / 100:.2f} {unit}"
-    return f"{rounded(bytes_)} B"
 
 
 # -------------------------------------------------------------------------------------------------------------------- plan
@@ -393,8 +376,3 @@ def fingerprint(graph: Graph) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------- certify
-
-
-def _should_certify(options: Options) -> bool:
-    """``"auto"``: where a budget was given; what the chip has leaves room for the estimate's error."""
-    return options.certify is True or (options.certify == "auto" and options.memory_budget is not None)

@@ -13,8 +13,8 @@ import numpy as np
 from jaxauto.core import Node
 from jaxauto.cost.layout import minor_dims, padding
 from jaxauto.errors import ArgumentError
-from jaxauto.options import mesh_candidates
-from jaxauto.planner import Options, read, search
+from jaxauto.options import Options, mesh_candidates
+from jaxauto.planner import read, search
 from jaxauto.profile_memory import Profiled
 from jaxauto.rewrite.apply import partition_spec
 from jaxauto.solve.decide import sharding_of_value

@@ -19,6 +19,7 @@ from jaxauto.plan import Plan
 from jaxauto.solve.finer import finer
 from jaxauto.solve.model import Model
 from jaxauto.solve.search import QUICK, Candidate
+from jaxauto.tables import size
 
 GAPS = {"tpu": 1.9}  # largest arrays
 _FINER = 24  # answers between the levels that are looked at
@@ -49,7 +50,7 @@ def with_room(solved: Any, budget: float, options: Any, progress: Callable[[str]
     Args:
       solved: what the search knows (``planner.Solved``).
     """
-    from jaxauto.planner import gib, plan_for, searched  # the planner makes room, and making room plans again
+    from jaxauto.planner import plan_for, searched  # the planner makes room, and making room plans again
 
     best = solved.best
     if has_room(best, budget):
@@ -65,10 +66,10 @@ def with_room(solved: Any, budget: float, options: Any, progress: Callable[[str]
     slower = found.seconds / best.seconds - 1 if found else math.inf
     if found is None or slower > _DEAREST:
         plan = plan_for(solved, best, budget, options)
-        note = f"the compiler's heap may take {gib(gaps)} more than is alive at once, and may not fit: {told}"
+        note = f"the compiler's heap may take {size(gaps)} more than is alive at once, and may not fit: {told}"
     else:
         plan = plan_for(source, found, budget, options)
-        left = gib(budget - plan.estimate.peak_memory)
+        left = size(budget - plan.estimate.peak_memory)
         note = f"{left} of the budget are left for gaps in the compiler's heap, which takes {slower:.1%} of time by the estimate: {told}"
     return replace(plan, notes=(*plan.notes, note))
 
@@ -84,9 +85,9 @@ def between(solved: Any, options: Any, count: int) -> list[Candidate]:
     best = solved.best
     if len(solved.levels) < 2:  # nothing may be made again, or there is nothing to choose
         return []
-    old, variant, size = best.model, best.variant, len(solved.remat.graph.values)
+    old, variant, values = best.model, best.variant, len(solved.remat.graph.values)
     allowed = allowed_states(options.constraints, solved.step.traced, solved.step.groups, old.mesh)
     known = {c.variant.kept for c in solved.fitting if (c.model.mesh, c.variant.remade) == (old.mesh, variant.remade)} | {variant.kept}
-    if size > QUICK:
-        count = min(math.ceil(count / 6), math.ceil(count * QUICK / size))
+    if values > QUICK:
+        count = min(math.ceil(count / 6), math.ceil(count * QUICK / values))
     return finer(solved.remat, best, lambda v: Model(old.program, v, old.mesh, old.chip, allowed, old.cache), known, count)

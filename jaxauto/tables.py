@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -103,11 +104,12 @@ def duration(seconds: float) -> str:
     return f"{seconds / 1e-9:.0f} ns" if seconds else "0 s"
 
 
-def size(bytes_: float) -> str:
-    """``"1.50 GiB"``, in the unit that fits; negative numbers keep their sign."""
+def size(bytes_: float, *, up: bool = False) -> str:
+    """``"1.50 GiB"``, in the unit that fits; negative numbers keep their sign; ``up``: never less than it is."""
     for unit, one in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(bytes_) >= one:
-            return f"{bytes_ / one:.2f} {unit}"
+            shown = math.ceil(100 * bytes_ / one) / 100 if up else bytes_ / one
+            return f"{shown:.2f} {unit}"
     return f"{bytes_:.0f} B"
 
 

@@ -1,10 +1,10 @@
 """Memory budgets, kept and how far down: python scripts/bench_budget.py [--targets h100:1,h100:8] [--only NAME] [--renew]
 
 For each step of remat_cases.py: compiled as written (data-parallel, state replicated) and with full ``jax.checkpoint`` of every block; then
-``jaxauto.plan(..., memory_budget=b, certify=True)`` for b = 100 %, 90 %, ... of what the step as written takes, as long as the planner's
-least is below b; then the least plan, compiled as it is. Everything is compiled ahead of time; bytes are arguments + outputs - aliases +
-temporaries of one device, as allocated by the compiler; seconds are the referee's, the roofline of the compiled schedule.
-Writes results/budget.json as it goes, keeps what is there, and writes results/budget.md.
+``jaxauto.plan(..., memory_budget=b, certify=True)`` for b = 100 %, 90 %, ... of what the step as written takes, down to the least that the
+planner calls feasible: what its refusal of a budget of nothing names; then for that least. Everything is compiled ahead of time; bytes are
+arguments + outputs - aliases + temporaries of one device, as allocated by the compiler; seconds are the referee's, the roofline of the
+compiled schedule. Writes results/budget.json as it goes, keeps what is there, and writes results/budget.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TINY = 1e6  # bytes: no plan fits
 _ROUNDING = 1 + 1e-6
 
 
-def planned(name: str, target: str, budget: float, *, certify: bool, remat: str = "auto") -> dict[str, Any]:
+def planned(name: str, target: str, budget: float, *, certify: bool = True, remat: str = "auto") -> dict[str, Any]:
     """A plan within ``budget`` bytes, compiled and judged; or what was said in refusal."""
     step, args = step_of(name, target)
     started = time.monotonic()
@@ -44,15 +44,15 @@ def planned(name: str, target: str, budget: float, *, certify: bool, remat: str 
     return {"budget": budget, **judged_plan(plan), "took": time.monotonic() - started}
 
 
-def least_estimated(name: str, target: str) -> float:
-    """The least bytes that the planner thinks any plan needs."""
+def least_told(name: str, target: str, *, certify: bool = True) -> dict[str, Any]:
+    """The least bytes that the planner says any plan needs."""
     step, args = step_of(name, target)
+    started = time.monotonic()
     try:
-        options = {"memory_budget": _TINY, "certify": False, "time_limit": SOLVER_SECONDS, "progress": False}
+        options = {"memory_budget": _TINY, "certify": certify, "time_limit": SOLVER_SECONDS, "progress": False}
         jaxauto.plan(step, *args, target=target, mesh=mesh_of(target), **options)
     except jaxauto.InfeasibleError as error:
-        assert error.least_bytes is not None
-        return error.least_bytes
+        return {"least": error.least_bytes, "said": str(error), "took": time.monotonic() - started}
     raise AssertionError(f"{name} fits into {_TINY:g} bytes")
 
 
@@ -78,17 +78,17 @@ def run(name: str, target: str, found: dict[str, Any], save: Callable[[], None])
     if "refused" in written:
         return
     measured(rows, "checkpoint", lambda: tried(lambda: as_written(name, target, "nothing")), "jax.checkpoint")
-    least = measured(rows, "least estimated", lambda: least_estimated(name, target), "least estimated")
-    measured(rows, "least", lambda: planned(name, target, least * _ROUNDING, certify=False), "least")
+    least = measured(rows, "told", lambda: least_told(name, target), "the least told")["least"]
+    measured(rows, "least", lambda: planned(name, target, least * _ROUNDING), "least")
     for percent in range(100, 0, -_STEP):
         budget = written["bytes"] * percent / 100
         if budget >= least:
-            measured(rows["budgets"], str(percent), lambda b=budget: planned(name, target, b, certify=True), f"{percent} %")
+            measured(rows["budgets"], str(percent), lambda b=budget: planned(name, target, b), f"{percent} %")
 
 
 def told(row: Any) -> str:
-    if isinstance(row, float):
-        return gib(row)
+    if "least" in row:
+        return gib(row["least"])
     if "refused" in row:
         return row["refused"]
     budget = f" of {gib(row['budget'])}, {row['rounds']} rounds" if "budget" in row else ""
@@ -114,13 +114,14 @@ def summary(found: dict[str, Any]) -> list[str]:
             lines.append(f"| {' | '.join(cells)} | {rows.get('written', {}).get('refused', 'not run')} |")
             continue
         full, least = rows.get("checkpoint", {}), least_compiled(rows)
-        kept = [b for b in rows["budgets"].values() if "bytes" in b and b["bytes"] <= b["budget"]]
+        budgets = [b for _, b in budgets_of(rows)]
+        kept = [b for b in budgets if "bytes" in b and b["bytes"] <= b["budget"]]
         cells += [f"{rows['written']['bytes'] / 2**30:.2f}"]
         cells += [f"{full['bytes'] / 2**30:.2f}", f"{1e3 * full['seconds']:.2f}"] if "bytes" in full else ["refused", ""]
         cells += [f"{least['bytes'] / 2**30:.2f}", f"{1e3 * least['seconds']:.2f}"] if least else ["", ""]
         ratio = least["bytes"] / full["bytes"] if least and "bytes" in full else None
         cells += ["" if ratio is None else f"**{ratio:.3f}**" if ratio > 1 else f"{ratio:.3f}"]
-        cells += [f"{len(kept)} of {len(rows['budgets'])}"]
+        cells += [f"{len(kept)} of {len(budgets)}"]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -131,17 +132,20 @@ def least_compiled(rows: dict[str, Any]) -> dict[str, Any] | None:
     return min(compiled, key=lambda r: r["bytes"]) if compiled else None
 
 
+def budgets_of(rows: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """(name, what came of it) of every budget of one step, the largest first."""
+    budgets = sorted(rows["budgets"].items(), key=lambda b: -int(b[0]))
+    return [*((f"{percent} %", row) for percent, row in budgets), *([("the least", rows["least"])] if "least" in rows else [])]
+
+
 def details(rows: dict[str, Any]) -> list[str]:
     """All budgets of one step."""
     lines = [f"### {rows['case']} @ {rows['target']}", "", CASES[rows["case"]].size + ".", ""]
     lines += ["| budget | GiB | compiled GiB | of budget | estimated GiB | rounds | recomputed | ms | estimated ms | against as written |"]
     lines += ["|---|" + "---|" * 9]
-    budgets = sorted(rows["budgets"].items(), key=lambda b: -int(b[0]))
-    for label, row in [*((f"{p} %", r) for p, r in budgets), ("least, not certified", rows.get("least", {}))]:
+    for label, row in budgets_of(rows):
         if "refused" in row:
             lines.append(f"| {label} | {row['budget'] / 2**30:.2f} | refused: {row['refused']} |")
-            continue
-        if not row:
             continue
         cells = [label, f"{row['budget'] / 2**30:.2f}", f"{row['bytes'] / 2**30:.2f}", f"{row['bytes'] / row['budget']:.3f}"]
         cells += [f"{row['estimated bytes'] / 2**30:.2f}", str(row["rounds"]), f"{row['recomputed']} of {row['residuals']}"]
@@ -154,9 +158,10 @@ def details(rows: dict[str, Any]) -> list[str]:
 def head(found: dict[str, Any]) -> list[str]:
     """What holds and what does not."""
     full = [r for r in found.values() if "written" in r]
-    budgets = [b for r in full for b in r["budgets"].values()]
+    asked = [(f"{r['case']} @ {r['target']} at {p}", b) for r in full for p, b in budgets_of(r)]
+    budgets = [b for _, b in asked]
     over = [b for b in budgets if "bytes" in b and b["bytes"] > b["budget"]]
-    refused = [f"{r['case']} @ {r['target']} at {p} %" for r in full for p, b in r["budgets"].items() if "refused" in b]
+    refused = [where for where, b in asked if "refused" in b]
     worse = []
     for rows in full:
         least, checkpoint = least_compiled(rows), rows.get("checkpoint", {})

@@ -11,7 +11,7 @@ import pytest
 
 import jaxauto
 from jaxauto import certify, planner, reserve
-from jaxauto.planner import Options
+from jaxauto.options import Options
 from jaxauto.reserve import GAPS, between, has_room, heap_gaps
 from jaxauto.solve.check import check
 from jaxauto.solve.finer import finer

@@ -11,7 +11,7 @@ import pytest
 
 import jaxauto
 from jaxauto import aot, tune
-from jaxauto.planner import Options
+from jaxauto.options import Options
 
 
 def step(params, x):

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxauto
 from jaxauto import certify, verify
 from jaxauto.aot import compiler_for
+from jaxauto.tables import size
 from jaxauto.targets import Target
 
 
@@ -114,6 +115,41 @@ def test_certification_gives_up_with_the_compilers_own_numbers(monkeypatch):
         jaxauto.InfeasibleError, match=r"no plan was found that the compiler fits into .* of cpu:8: in [123] rounds it needed"
     ):
         jaxauto.plan(step, *ARGS, mesh=MESH, memory_budget="8MiB")
+
+
+@pytest.mark.parametrize("share", [0.01, 1.1], ids=["below the estimate", "below what the compiler needs"])
+def test_the_least_that_is_told_is_a_budget_that_the_compiler_keeps(share, monkeypatch):
+    """A compiler that needs a third more than is estimated: who asks for the least that the error names gets a plan."""
+    monkeypatch.setattr(certify, "_needs", lambda plan: (1.33 * plan.estimate.peak_memory, "a wasteful compiler"))
+    with pytest.raises(jaxauto.InfeasibleError) as refusal:
+        jaxauto.plan(step, *ARGS, mesh=MESH, memory_budget=1e4, certify=False)
+    estimated = refusal.value.least_bytes
+    with pytest.raises(jaxauto.InfeasibleError) as refusal:
+        jaxauto.plan(step, *ARGS, mesh=MESH, memory_budget=share * estimated)
+    assert refusal.value.least_bytes == pytest.approx(1.33 * estimated, rel=0.03)
+    least = refusal.value.least_bytes
+    assert size(least, up=True) in str(refusal.value)
+    plan = jaxauto.plan(step, *ARGS, mesh=MESH, memory_budget=least)
+    assert plan.certificate.fits and plan.certificate.bytes_ <= least
+
+
+def test_the_least_of_a_compiler_that_closes_gaps_when_told_is_without_them(monkeypatch):
+    """What lives at the peak is as estimated; the compiler takes half as much again if it is not told of a limit."""
+    limited = lambda plan: plan.certificate is not None and plan.certificate.limit_bytes  # noqa: E731
+
+    def needs(plan):
+        peak = plan.estimate.peak_memory
+        memory = {"argument": 0.0, "output": 0.0, "alias": 0.0, "temp": 1.5 * peak, "peak": peak}
+        plan.__dict__["compilation"] = certify.Compilation("a compiler", "", memory, 1.0)
+        return (peak if limited(plan) else 1.5 * peak), "a compiler"
+
+    monkeypatch.setattr(certify, "_needs", needs)
+    monkeypatch.setattr(certify, "_seconds", lambda plan: 1.0)
+    with pytest.raises(jaxauto.InfeasibleError) as refusal:
+        jaxauto.plan(step, *ARGS, target="v5e:2x4", memory_budget=1e4, certify=True)
+    least = refusal.value.least_bytes
+    plan = jaxauto.plan(step, *ARGS, target="v5e:2x4", memory_budget=least, certify=True)
+    assert limited(plan) and plan.certificate.fits and least < 1.1 * plan.certificate.bytes_
 
 
 def test_a_compiler_that_fails_leaves_a_plan_and_a_note(monkeypatch):
