@@ -20,8 +20,9 @@ from jaxauto.cost.compute import may_be_minor, operation_flops, traffic_seconds
 from jaxauto.cost.onchip import Near, capacity
 from jaxauto.graph import HOST, value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
+from jaxauto.solve.check_beside import held_beside
 from jaxauto.solve.check_ring import padding, ring
-from jaxauto.solve.check_turns import copies, copies_of_results
+from jaxauto.solve.check_turns import copies
 from jaxauto.solve.facts import read_together, spatial_dims
 from jaxauto.solve.loops import accumulated, shadows
 from jaxauto.solve.model import Model
@@ -390,7 +391,6 @@ class Answer:
                 here, there = self.holder(o), self.operand(op, o)
                 if any(h != t and h != WHOLE for h, t in zip(here, there, strict=True)):
                     live[at] += value_bytes(model.values[o.value]) / self.pieces(there)
-            for o in op.results if at is not None else ():
-                live[at] += (self.windowed(op, o) or (0.0, 0.0))[1]
-        live[-1] += sum(n for n, _ in copies_of_results(self))
+        for begin, end, size in held_beside(self):
+            live[begin : end + 1] += size
         return live

@@ -18,12 +18,12 @@ def copies(answer: Answer) -> Iterator[tuple[float, float]]:
         again = groups.times[op.node.id] + answer.model.variant.extra.get(op.node.id, 0)
         for o in op.operands:
             here = answer.holder(o)
-            if answer.resource(o.value, -1) == "prefetch" and _turned(answer, here, answer.operand(op, o), len(o.dims)):
+            if answer.resource(o.value, -1) == "prefetch" and is_turned(answer, here, answer.operand(op, o), len(o.dims)):
                 together = groups.times[op.node.id] if (op.node.id, o.value) in answer.together else 0
                 yield answer.bytes_of(o.value) / answer.pieces(here), again - together
         for o in op.results:
             here, there = answer.operand(op, o), answer.holder(o)
-            if answer.resource(-1, o.value) == "prefetch" and _turned(answer, here, there, len(o.dims), answer.partial(op, o)):
+            if answer.resource(-1, o.value) == "prefetch" and is_turned(answer, here, there, len(o.dims), answer.partial(op, o)):
                 yield answer.bytes_of(o.value) / answer.pieces(there), again
     yield from copies_of_results(answer)
 
@@ -34,11 +34,11 @@ def copies_of_results(answer: Answer) -> Iterator[tuple[float, float]]:
     for e in answer.model.groups.edges:
         here = answer.where(answer.group[e.source], [a for a, _ in e.dims])
         there = answer.where(answer.group[e.target], [b for _, b in e.dims])
-        if e.node < 0 and e.value in outputs and _turned(answer, here, there, len(e.dims)):
+        if e.node < 0 and e.value in outputs and is_turned(answer, here, there, len(e.dims)):
             yield answer.model.edge_bytes(e) / answer.pieces(there), e.times
 
 
-def _turned(answer: Answer, here: Where, there: Where, rank: int, partial: Collection[int] = ()) -> bool:
+def is_turned(answer: Answer, here: Where, there: Where, rank: int, partial: Collection[int] = ()) -> bool:
     """Whether some axis leaves a dimension, or a sum, where the layout does not have it."""
     wrong = {"gpu": range(1, rank), "tpu": range(rank)}.get(answer.model.chip.platform, range(0))
     if rank < 2:

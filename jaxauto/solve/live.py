@@ -7,34 +7,20 @@ import numpy as np
 from jaxauto.cost.compute import factor_dims
 from jaxauto.cost.liveness import live_bytes
 from jaxauto.graph import value_bytes
+from jaxauto.solve.beside import held_beside
 from jaxauto.solve.model import Model
-from jaxauto.solve.turns import beside_results
 from jaxauto.strategies import WHOLE, project, shards
 
 _Way = tuple[int, tuple[int, ...], int, tuple[int, ...]]  # variable of the group, its dimensions, of the operation, its factors
 
 
 def timeline(model: Model, x: np.ndarray) -> np.ndarray:
-    """Live bytes of one device at each position: buffers, arrays resharded or turned for one operation, and results' copies."""
+    """Live bytes of one device at each position: buffers, arrays resharded for one operation, and what lies beside."""
     live = live_bytes(model.buffers, model.buffer_sizes(x))
     ways, way, at, bytes_ = model.cached(("brought", model.variant), lambda: _brought(model))
     share = np.array([_share(model, x, way) for way in ways])
     np.add.at(live, at, bytes_ * share[way])
-    for at, v, g, table in model.cached(("beside dots", model.variant), lambda: _beside_dots(model)):
-        live[at] += table[x[v], x[g]]
-    live[-1] += sum(float(table[x[i], x[j]]) for (i, j), table in beside_results(model).items())
-    return live
-
-
-def _beside_dots(model: Model) -> list[tuple[int, int, int, np.ndarray]]:
-    """Bytes of what windowed einsums copy: position, variables of the operation and of the result's group, and a table by their states."""
-    at, found = model.buffers.position, []
-    for op in model.groups.operations if model.mesh.windows else ():
-        results = [(o, model.result_tables(op, o)[2]) for o in op.results] if op.node.id in at else []
-        found += [
-            (at[op.node.id], model.var("operation", op.node.id), model.var("group", o.group), table) for o, table in results if table.any()
-        ]
-    return found
+    return live + held_beside(model).timeline(x, len(live))
 
 
 def _brought(model: Model) -> tuple[list[_Way], np.ndarray, np.ndarray, np.ndarray]:

@@ -31,14 +31,15 @@ from jaxauto.cost.reshard import passage_collectives, passage_tables
 from jaxauto.cost.windowed import made_inside, windowed
 from jaxauto.graph import value_bytes
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
+from jaxauto.solve.beside import held_beside
 from jaxauto.solve.facts import narrowing, read_together, spatial_dims
 from jaxauto.solve.fold import Key
 from jaxauto.solve.loops import accumulated, hidden_seconds, shadows
 from jaxauto.solve.onchip import place_on_chip
-from jaxauto.solve.positions import edge_layout, moved_share, reduced_factors
+from jaxauto.solve.positions import edge_layout, moved_share, reduced_factors, unscattered
 from jaxauto.solve.problem import MemoryRow, Problem
 from jaxauto.solve.remat import Variant
-from jaxauto.solve.turns import add_turns, beside_results
+from jaxauto.solve.turns import add_turns
 from jaxauto.solve.work import add_operations, add_traffic
 from jaxauto.strategies import project, shards, states
 
@@ -183,10 +184,8 @@ class Model:
                     ),
                 )
                 add(g, v, value_bytes(self.values[o.value]) * moved)
-            for o in op.results if self.mesh.windows else ():
-                add(v, self.var("group", o.group), self.result_tables(op, o)[2])
-        if position == self.buffers.length - 1:
-            pairs.update({key: pairs.get(key, 0.0) + table for key, table in beside_results(self).items()})
+        for a, b, table in held_beside(self).at(position):
+            add(a, b, table)
         return pairs
 
     def buffer_sizes(self, x: np.ndarray) -> np.ndarray:
@@ -321,16 +320,18 @@ class Model:
         return *layouts, reduced_factors(op, o), self.passage_bytes(o.value), self.inside(op), self.summed_once.get(o.value, 1)
 
     def result_tables(self, op: Operation, o: Operand) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tables of the passage from a strategy to the group of a result; seconds and bytes that a windowed einsum takes more."""
+        """Of the passage from a strategy to the group of a result; seconds that a windowed einsum takes more; bytes beside the result."""
         key = self._result_key(op, o)
         return self.cached(("result", *key), lambda: self._result_tables(op, o, *key))
 
     def _result_tables(self, op: Operation, o: Operand, v: int, g: int, factors, dims, reduced, bytes_: float, inside, trips: int) -> tuple:
         partial = np.isin(self.states[v], reduced) if reduced else np.zeros(self.states[v].shape, bool)
         target = project(self.states[g], dims)
-        beside, longer, copied = windowed(op, o, self.values, self.states[v], target, partial, self.mesh, self.chip, inside)
+        scattered, longer, copied = windowed(op, o, self.values, self.states[v], target, partial, self.mesh, self.chip, inside)
         source = project(self.states[v], factors)
-        tables = passage_tables(source, target, bytes_, self.mesh, partial, beside)
+        tables = passage_tables(source, target, bytes_, self.mesh, partial, scattered)
+        if not self.mesh.windows:
+            copied = unscattered(source, target, partial, bytes_, self.mesh.sizes)
         if trips > 1:  # what is summed whole and stays where it is, is summed after the loop
             tables[:, (source[:, None] == target).all(-1)] /= trips
         return tables, longer, copied

@@ -14,6 +14,13 @@ def moved_share(here: np.ndarray, there: np.ndarray, axis_sizes: tuple[int, ...]
     return moves / shards(there, axis_sizes)
 
 
+def unscattered(here: np.ndarray, there: np.ndarray, partial: np.ndarray, bytes_: float, axis_sizes: tuple[int, ...]) -> np.ndarray:
+    """Bytes of a sum of partial results before it is scattered, where it is: ``float [a, b]``. What is summed whole is summed in place."""
+    pieces = shards(here, axis_sizes)[:, None]
+    scattered = (partial[:, None] & (there[None] != WHOLE)).any(-1)
+    return scattered * bytes_ / pieces
+
+
 def reduced_factors(op: Operation, result: Operand) -> list[int] | tuple[int, ...]:
     """Indices of the factors that operands have and ``result`` has not."""
     own = {f for _, f in result.dims}

@@ -1,5 +1,5 @@
-"""What layouts at odds with collectives cost (``cost/turning.py``): seconds of weights and gradients in their passages, and what results
-that are gathered at the end of a step take beside the memory that they end up in."""
+"""What layouts at odds with collectives cost (``cost/turning.py``): seconds of weights and gradients in their passages, what results
+that are gathered at the end of a step take beside the memory that they end up in, and what the copies of stacks take that loops read."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import numpy as np
 
 from jaxauto.cost.compute import factor_dims, traffic_seconds
 from jaxauto.cost.turning import AT_ODDS, COPIES_PIECES, turned
+from jaxauto.graph import value_bytes
 from jaxauto.groups import Edge
 from jaxauto.solve.positions import reduced_factors
+from jaxauto.solve.stacked import readings
 from jaxauto.strategies import project, shards
 
 if TYPE_CHECKING:
@@ -71,6 +73,28 @@ def beside_results(model: Model) -> dict[tuple[int, int], np.ndarray]:
             table = table if low == key.source else table.T
             pairs[low, high] = pairs[low, high] + table if (low, high) in pairs else table
     return pairs
+
+
+def beside_loops(model: Model) -> list[tuple[int, int, int, int, np.ndarray]]:
+    """(first position, last, two variables in their order, bytes by their states) of copies of stacks of weights that loops read.
+
+    A stack is copied once, before the first loop that wants it so, and lives until the last of them has run.
+    """
+    return model.cached(("beside loops", model.variant), lambda: list(_beside_loops(model)) if model.chip.platform in COPIES_PIECES else [])
+
+
+def _beside_loops(model: Model) -> Iterator[tuple[int, int, int, int, np.ndarray]]:
+    done: dict[int, int] = {}
+    for begin, end, stack, op, o in readings(model.variant, model.groups):
+        if model.resource_of(o.value, -1) != "prefetch":
+            continue
+        bytes_ = value_bytes(model.variant.rewritten.graph.values[stack])
+        group, v = model.var("group", o.group), model.var("operation", op.node.id)
+        key = _Passage(group, tuple(d for d, _ in o.dims), v, factor_dims(op, o), (), bytes_, late=False)
+        table = model.cached(("beside", *key), lambda key=key: copied(model, key))
+        begin, done[stack] = done.get(stack, begin - 1) + 1, end
+        if table.any():
+            yield (begin, end, group, v, table) if group < v else (begin, end, v, group, table.T)
 
 
 def copied(model: Model, passage: _Passage) -> np.ndarray:

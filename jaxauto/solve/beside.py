@@ -1,0 +1,108 @@
+"""What a device holds beside the buffers of a program: sums before they are scattered, and copies that layouts cost.
+
+Not what operands are resharded into (``Model._resharded``): that goes by their ways, which are many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxauto.core import Kind
+from jaxauto.cost.compute import factor_dims
+from jaxauto.graph import value_bytes
+from jaxauto.groups import Operand, Operation
+from jaxauto.solve.turns import beside_loops, beside_results
+from jaxauto.strategies import project, shards
+
+if TYPE_CHECKING:
+    from jaxauto.solve.model import Model
+
+Row = tuple[int, int, int, int, np.ndarray]  # first position, last, two variables in their order, bytes by their states
+
+
+@dataclass(frozen=True, eq=False)
+class Beside:
+    """``pairs[which[k]]`` is there from position ``begin[k]`` to ``end[k]``: two variables in their order, bytes by their states."""
+
+    begin: np.ndarray
+    end: np.ndarray
+    which: np.ndarray
+    pairs: list[tuple[int, int, np.ndarray]]
+
+    def at(self, position: int) -> Iterator[tuple[int, int, np.ndarray]]:
+        there = self.which[(self.begin <= position) & (position <= self.end)]
+        return (self.pairs[k] for k in there.tolist())
+
+    def timeline(self, x: np.ndarray, length: int) -> np.ndarray:
+        """Bytes at each position under solution ``x``: ``[length]``."""
+        bytes_ = np.array([table[x[i], x[j]] for i, j, table in self.pairs])[self.which] if self.pairs else np.zeros(0)
+        steps = np.zeros(length + 1)
+        np.add.at(steps, self.begin, bytes_)
+        np.add.at(steps, self.end + 1, -bytes_)
+        return np.cumsum(steps)[:-1]
+
+
+def held_beside(model: Model) -> Beside:
+    """All of it, for a variant on a mesh."""
+    return model.cached(("beside", model.variant), lambda: _collected([*_of_results(model), *beside_loops(model), *_at_the_end(model)]))
+
+
+def _collected(rows: list[Row]) -> Beside:
+    index: dict[tuple[int, int, int], int] = {}
+    pairs: list[tuple[int, int, np.ndarray]] = []
+    which = []
+    for _, _, i, j, table in rows:
+        key = i, j, id(table if table.base is None else table.base)
+        if key not in index:
+            index[key] = len(pairs)
+            pairs.append((i, j, table))
+        which.append(index[key])
+    begin, end = (np.array([row[k] for row in rows], int) for k in (0, 1))
+    return Beside(begin, end, np.array(which, int), pairs)
+
+
+def _of_results(model: Model) -> Iterator[Row]:
+    """What lies beside results as operations make them."""
+    for op in model.groups.operations:
+        at = model.buffers.position.get(op.node.id)
+        for o in op.results if at is not None else ():
+            v, g = model.var("operation", op.node.id), model.var("group", o.group)
+            yield from _row(at, at, v, g, model.result_tables(op, o)[2])
+            begin = filled_at(model, op, at)
+            if begin < at:
+                yield from _row(begin, at - 1, v, g, model.cached(("whole", v, g, o.value), lambda op=op, o=o: _as_made(model, op, o)))
+
+
+def _as_made(model: Model, op: Operation, o: Operand) -> np.ndarray:
+    """Bytes of a result as its operation makes it, by the states of operation and group."""
+    pieces = shards(project(model.states[model.var("operation", op.node.id)], factor_dims(op, o)), model.mesh.sizes)
+    return np.repeat(value_bytes(model.values[o.value]) / pieces[:, None], len(model.states[model.var("group", o.group)]), axis=1)
+
+
+def filled_at(model: Model, op: Operation, at: int) -> int:
+    """Where the array is made that an operation writes into.
+
+    On several devices XLA:GPU fills with zeros before a loop what is scattered into after it: its scheduler hides collectives, and counts
+    no bytes.
+    """
+    b = model.buffers
+    if model.chip.platform != "gpu" or op.rule.kind is not Kind.SCATTER or model.mesh.num_devices == 1:
+        return at
+    loops = [(b.loop_start[n], b.position[n]) for n in b.loop_start]
+    if any(begin <= at <= end for begin, end in loops):
+        return at
+    return max(((end, begin) for begin, end in loops if end < at), default=(0, at))[1]
+
+
+def _at_the_end(model: Model) -> Iterator[Row]:
+    last = model.buffers.length - 1
+    return ((last, last, i, j, table) for (i, j), table in beside_results(model).items())
+
+
+def _row(begin: int, end: int, a: int, b: int, table: np.ndarray) -> Iterator[Row]:
+    if a != b and table.any():
+        yield (begin, end, a, b, table) if a < b else (begin, end, b, a, table.T)

@@ -1,0 +1,65 @@
+"""``beside.py`` for one answer, in scalars (see ``check.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from jaxauto.core import Kind
+from jaxauto.graph import value_bytes
+from jaxauto.groups import Operation
+from jaxauto.solve.check_turns import copies_of_results, is_turned
+from jaxauto.solve.stacked import readings
+from jaxauto.strategies import WHOLE
+
+if TYPE_CHECKING:
+    from jaxauto.solve.check import Answer
+
+
+def held_beside(answer: Answer) -> Iterator[tuple[int, int, float]]:
+    """(first position, last, bytes of one device) of what is there beside buffers."""
+    last = answer.model.buffers.length - 1
+    yield from _of_results(answer)
+    yield from _stacks(answer)
+    yield from ((last, last, size) for size, _ in copies_of_results(answer))
+
+
+def _of_results(answer: Answer) -> Iterator[tuple[int, int, float]]:
+    """Sums before they are scattered, what windowed einsums copy, and what is filled with zeros long before it is scattered into."""
+    model = answer.model
+    for op in model.groups.operations:
+        at = model.buffers.position.get(op.node.id)
+        for o in op.results if at is not None else ():
+            here, there = answer.operand(op, o), answer.holder(o)
+            if model.mesh.windows:
+                yield at, at, (answer.windowed(op, o) or (0.0, 0.0))[1]
+            elif any(there[a] != WHOLE for a in answer.partial(op, o)):
+                yield at, at, answer.bytes_of(o.value) / answer.pieces(here)
+            begin = _before_the_loop(answer, op, at)
+            if begin < at:
+                yield begin, at - 1, value_bytes(model.values[o.value]) / answer.pieces(here)
+
+
+def _before_the_loop(answer: Answer, op: Operation, at: int) -> int:
+    """Of a scatter in straight code on several GPUs: the begin of the loop that ran last."""
+    b, begin, end = answer.model.buffers, at, -1
+    if answer.model.chip.platform == "gpu" and op.rule.kind is Kind.SCATTER and answer.count(range(len(answer.sizes))) > 1:
+        for loop, start in b.loop_start.items():
+            if start <= at <= b.position[loop]:
+                return at
+            if end < b.position[loop] < at:
+                begin, end = start, b.position[loop]
+    return begin
+
+
+def _stacks(answer: Answer) -> Iterator[tuple[int, int, float]]:
+    """(first position, last, bytes of one device) of stacks of weights in the layout that loops want."""
+    model, until = answer.model, {}
+    for read in readings(model.variant, model.groups) if model.chip.platform == "gpu" else ():
+        op, o = read.operation, read.operand
+        here = answer.holder(o)
+        if answer.resource(o.value, -1) == "prefetch":
+            if is_turned(answer, here, answer.operand(op, o), len(o.dims)):
+                size = value_bytes(model.variant.rewritten.graph.values[read.stack]) / answer.pieces(here)
+                yield until.get(read.stack, read.begin), read.end, size
+            until[read.stack] = read.end + 1
