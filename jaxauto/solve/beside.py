@@ -15,6 +15,7 @@ from jaxauto.core import Kind
 from jaxauto.cost.compute import factor_dims
 from jaxauto.graph import value_bytes
 from jaxauto.groups import Operand, Operation
+from jaxauto.solve.positions import moved_share
 from jaxauto.solve.turns import beside_loops, beside_results
 from jaxauto.strategies import project, shards
 
@@ -48,7 +49,9 @@ class Beside:
 
 def held_beside(model: Model) -> Beside:
     """All of it, for a variant on a mesh."""
-    return model.cached(("beside", model.variant), lambda: _collected([*_of_results(model), *beside_loops(model), *_at_the_end(model)]))
+    return model.cached(
+        ("beside", model.variant), lambda: _collected([*_of_results(model), *_shared(model), *beside_loops(model), *_at_the_end(model)])
+    )
 
 
 def _collected(rows: list[Row]) -> Beside:
@@ -75,6 +78,31 @@ def _of_results(model: Model) -> Iterator[Row]:
             begin = filled_at(model, op, at)
             if begin < at:
                 yield from _row(begin, at - 1, v, g, model.cached(("whole", v, g, o.value), lambda op=op, o=o: _as_made(model, op, o)))
+
+
+def _shared(model: Model) -> Iterator[Row]:
+    """Arrays resharded once for several operations (``Groups.share_operands``): from the first that reads them to the last."""
+    for number, view, dims, begin, end in shared_operands(model):
+        group, own = model.groups.place[number]
+        key = model.var("group", group), own, model.var("group", view), dims
+        share = model.cached(("shared", *key), lambda key=key: _moved(model, *key))
+        yield from _row(begin, end, key[0], key[2], value_bytes(model.values[number]) * share)
+
+
+def _moved(model: Model, group: int, own: tuple[int, ...], view: int, dims: tuple[int, ...]) -> np.ndarray:
+    return moved_share(project(model.states[group], own), project(model.states[view], dims), model.mesh.sizes)
+
+
+def shared_operands(model: Model) -> list[tuple[int, int, tuple[int, ...], int, int]]:
+    """(value, group that it is resharded to, its dimensions there, positions of the first and the last operation that reads it there)."""
+    found: dict[tuple[int, int], tuple[tuple[int, ...], int, int]] = {}
+    for op in model.groups.operations:
+        at = model.buffers.position.get(op.node.id)
+        for o in op.operands if at is not None else ():
+            if at is not None and o.group != model.groups.place[o.value][0]:
+                dims, begin, end = found.get((o.value, o.group), (tuple(d for d, _ in o.dims), at, at))
+                found[o.value, o.group] = dims, min(begin, at), max(end, at)
+    return [(number, view, *rest) for (number, view), rest in found.items()]
 
 
 def _as_made(model: Model, op: Operation, o: Operand) -> np.ndarray:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from jaxauto.core import Kind
 from jaxauto.graph import value_bytes
 from jaxauto.groups import Operation
+from jaxauto.solve.beside import shared_operands
 from jaxauto.solve.check_turns import copies_of_results, is_turned
 from jaxauto.solve.stacked import readings
 from jaxauto.strategies import WHOLE
@@ -20,6 +21,7 @@ def held_beside(answer: Answer) -> Iterator[tuple[int, int, float]]:
     """(first position, last, bytes of one device) of what is there beside buffers."""
     last = answer.model.buffers.length - 1
     yield from _of_results(answer)
+    yield from _shared(answer)
     yield from _stacks(answer)
     yield from ((last, last, size) for size, _ in copies_of_results(answer))
 
@@ -38,6 +40,16 @@ def _of_results(answer: Answer) -> Iterator[tuple[int, int, float]]:
             begin = _before_the_loop(answer, op, at)
             if begin < at:
                 yield begin, at - 1, value_bytes(model.values[o.value]) / answer.pieces(here)
+
+
+def _shared(answer: Answer) -> Iterator[tuple[int, int, float]]:
+    """Arrays resharded once for several operations."""
+    model = answer.model
+    for number, view, dims, begin, end in shared_operands(model):
+        group, own = model.groups.place[number]
+        here, there = answer.where(answer.group[group], own), answer.where(answer.group[view], dims)
+        if any(h not in (t, WHOLE) for h, t in zip(here, there, strict=True)):
+            yield begin, end, value_bytes(model.values[number]) / answer.pieces(there)
 
 
 def _before_the_loop(answer: Answer, op: Operation, at: int) -> int:
