@@ -16,6 +16,8 @@ What only the optimizer does is scheduled as soon as its gradient is there, as s
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule, Value
@@ -23,14 +25,13 @@ from jaxauto.cost.clusters import FUSING, Clusters
 from jaxauto.cost.kernels import Kernels
 from jaxauto.cost.liveness import Buffers, take_over
 from jaxauto.cost.order import in_donated, schedule
-from jaxauto.cost.patterns import is_shifted, is_softmax, is_strided, is_turned, is_widening, keeps_exp, slides
+from jaxauto.cost.patterns import is_bound, is_shared, is_shifted, is_softmax, is_strided, is_widening, keeps_exp, parts_kernels, slides
 from jaxauto.cost.stacks import stack_passes
 from jaxauto.graph import value_bytes, walk
 
 _WRITES = frozenset({Kind.DOT, Kind.CONV, Kind.GATHER, Kind.SCATTER, Kind.SCAN, Kind.OPAQUE, Kind.CONTROL, Kind.REDUCE})
 _READS = _WRITES - {Kind.REDUCE}
 _MAX_ROOTS = 32
-_WORTH = 0.77  # XLA:TPU makes a value in each dot that reads it where that moves less than this share of the bytes of writing it once
 # What a compiler does not make again for each reader. Seen in schedules: TPU keeps scores and makes exp(scores) twice, CPU keeps the exp.
 MADE_ONCE = {
     "cpu": frozenset({Kind.EXPENSIVE, Kind.RANDOM}),
@@ -115,12 +116,12 @@ class _Fusion:
         self.last.update(dict.fromkeys(inputs, end))
         written = self.merge(inputs)
         kept = inputs | self.in_place | (self.clusters.in_tuple if self.clusters else set())  # on TPU none of one fusion's several results
-        take_over([w for w in self.writers if w[1] not in self.in_place], self.values, self.start, self.last, kept)
+        take_over([w for w in self.writers if w[1] not in self.in_place], partial(self.bytes_of, fixed), self.start, self.last, kept)
         ids = np.array(sorted(self.start), int)
         last = [self.start[n] - 1 if n in self.in_place else self.last.get(n, self.start[n]) for n in ids]
         return Buffers(
             ids=ids,
-            bytes_=np.array([self.bytes_of(n, fixed) for n in ids], float),
+            bytes_=np.array([self.bytes_of(fixed, n) for n in ids], float),
             start=np.array([self.start[n] for n in ids], int),
             end=np.array(last, int),
             reads=np.array([self.reads.get(n, 0) for n in ids], float),
@@ -135,10 +136,10 @@ class _Fusion:
             held=self.clusters.held if self.clusters else {},
         )
 
-    def bytes_of(self, number: int, fixed: set[int]) -> float:
-        """Bytes of a buffer; arguments and results have the type they are said to have."""
+    def bytes_of(self, fixed: set[int], number: int) -> float:
+        """Bytes of a buffer; arguments and results, also those of loops and barriers, have the type they are said to have."""
         value = self.values[self.copied.get(number, number)]
-        if number not in fixed and str(value.dtype) in self.widened:
+        if number not in fixed and str(value.dtype) in self.widened and not is_bound(value):
             return 4.0 * value.elements
         return value_bytes(value)
 
@@ -205,7 +206,8 @@ class _Fusion:
         moved = moved or turned or any(2 * self.values[x].elements >= value.elements for x in operands if x in self.moved)
         if self.kernels:
             self.kernels.meet(node, number, operands, self.virtual)
-        wanted = writes or any(self.is_read(value, u, roots) for u in value.users)
+        parts = self.platform == "cpu" and parts_kernels(value)
+        wanted = writes or parts or any(self.is_read(value, u, roots) for u in value.users)
         if not wanted and (wanted := number in outputs) and number not in self.heavy:
             self.made_twice[number] = roots
         if self.kernels:
@@ -223,7 +225,7 @@ class _Fusion:
                 self.unwritten.add(number)
             if kind is Kind.SCATTER or node.prim == "dynamic_update_slice":
                 self.writers.append((self.clock, number, self.roots(operands[0]) if operands else roots))
-            elif not writes and not moved and not (self.kernels and (number in self.kernels.rows or self.kernels.is_padded(value))):
+            elif not (writes or moved or (self.platform == "cpu" and not parts) or (self.kernels and self.kernels.writes_beside(value))):
                 self.writers.append((self.clock, number, roots))
         else:
             self.virtual[number] = roots
@@ -257,18 +259,11 @@ class _Fusion:
         if self.kernels and self.kind(user) is Kind.GATHER and user.inputs[0] == value.id:
             return value.id in self.kernels.rows  # of anything else the elements are made that are gathered
         if self.clusters and self.kind(user) in FUSING:
-            return self.is_shared(value, roots)
+            dots = sum(self.kind(u) in FUSING and not slides(u) for u in value.users)
+            return dots > 1 and (value.id in self.heavy or is_shared(value, roots, self.values, dots))
         if not user.bodies or any(link.source == value.id and link.kind is not LinkKind.CONST for link in user.links):
             return True
         return 2 * sum(value_bytes(self.values[r]) for r in roots) > value_bytes(value)
-
-    def is_shared(self, value: Value, roots: frozenset[int]) -> bool:
-        """Whether dots read a value from memory: several do, and making it in each takes a transcendental or moves little less."""
-        dots = sum(self.kind(u) in FUSING and not slides(u) for u in value.users)
-        if dots < 2 or value.id in self.heavy or is_turned(value, roots, self.values):
-            return dots > 1
-        wide = sum(value_bytes(self.values[r]) for r in roots)
-        return dots * wide > _WORTH * (wide + (dots + 1) * value_bytes(value))
 
     def fans_out(self, value: Value, roots: frozenset[int]) -> bool:
         if value.id in self.summed:

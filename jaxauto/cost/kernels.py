@@ -241,6 +241,10 @@ class Kernels:
         if stacked:
             self.alone.add(number)
 
+    def writes_beside(self, value: Value) -> bool:
+        """Whether what makes a value writes over none of its operands."""
+        return value.id in self.rows or self.is_padded(value)
+
     def is_padded(self, value: Value) -> bool:
         """Whether a dot reads the value padded: one of few tiles is split along what it contracts, for which that is aligned.
 

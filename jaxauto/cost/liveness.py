@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-
-from jaxauto.core import Value
-from jaxauto.graph import value_bytes
 
 
 @dataclass(eq=False)
@@ -45,7 +42,7 @@ class Buffers:
 
 def take_over(
     writers: Iterable[tuple[int, int, frozenset[int]]],
-    values: Mapping[int, Value],
+    bytes_of: Callable[[int], float],
     start: Mapping[int, int],
     last: dict[int, int],
     kept: set[int],
@@ -53,13 +50,14 @@ def take_over(
     """A result takes the memory of an operand of its size that dies as it is written: ``last`` of the operand becomes the position before.
 
     Args:
-      writers: position, value, and the operands that it may write over. start, last: positions of buffers. kept: what nothing writes over.
+      writers: position, value, and the operands that it may write over. bytes_of: a buffer's size. start, last: positions of buffers.
+      kept: what nothing writes over.
     """
     taken = set(kept)
     for at, number, roots in writers:
-        size = value_bytes(values[number])
+        size = bytes_of(number)
         for root in sorted(roots - taken):
-            if last.get(root) == at and start.get(root, at) < at and value_bytes(values[root]) == size:
+            if last.get(root) == at and start.get(root, at) < at and bytes_of(root) == size:
                 last[root] = at - 1
                 taken.add(root)
                 break

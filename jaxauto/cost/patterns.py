@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+import jax.numpy as jnp
+
 from jaxauto.core import Node, Value
 from jaxauto.graph import value_bytes
 
@@ -16,6 +18,7 @@ ROW = 4096  # elements: a softmax over as many does not fuse with the dot that m
 LONG = 4096  # elements: over more it writes no exp either
 _LANES = 128
 DEPTH = 112  # elements of a head dimension: seen fused up to here, apart from 127 on
+_WORTH = 0.77  # XLA:TPU makes a value in each dot that reads it where that moves less than this share of the bytes of writing it once
 
 
 def is_deep(node: Node) -> bool:
@@ -129,3 +132,23 @@ def _passes(value: Value, values: Mapping[int, Value]) -> set[bool]:
             seen.update(x.id for x in made)
             waiting += made
     return found
+
+
+def parts_kernels(value: Value) -> bool:
+    """Whether XLA:CPU writes a value that a predicate picks: kernels of its library, which make what reads it, take no predicates."""
+    made = value.producer
+    picked = made is not None and made.prim == "select_n" and jnp.issubdtype(value.dtype, jnp.floating)
+    return picked and any(not u.bodies for u in value.users)
+
+
+def is_bound(value: Value) -> bool:
+    """Whether a value enters or leaves a loop or passes a barrier: no compiler changes its type."""
+    return value.producer is None or bool(value.producer.bodies) or any(u.bodies or u.prim == "optimization_barrier" for u in value.users)
+
+
+def is_shared(value: Value, roots: frozenset[int], values: Mapping[int, Value], dots: int) -> bool:
+    """Whether several dots read a value from memory that takes no transcendental: making it in each moves little less."""
+    if is_turned(value, roots, values):
+        return True
+    wide = sum(value_bytes(values[r]) for r in roots)
+    return dots * wide > _WORTH * (wide + (dots + 1) * value_bytes(value))
