@@ -23,7 +23,7 @@ import numpy as np
 from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule, Value
 from jaxauto.cost.clusters import FUSING, Clusters
 from jaxauto.cost.kernels import Kernels
-from jaxauto.cost.liveness import Buffers, take_over
+from jaxauto.cost.liveness import Buffers, fill_early, take_over
 from jaxauto.cost.order import in_donated, schedule
 from jaxauto.cost.patterns import is_bound, is_shared, is_shifted, is_softmax, is_strided, is_widening, keeps_exp, parts_kernels, slides
 from jaxauto.cost.stacks import stack_passes
@@ -76,6 +76,7 @@ class _Fusion:
         self.moved: dict[int, bool] = {}  # virtual, and its elements lie elsewhere in its roots; whether in another order of dimensions
         self.clusters = Clusters(graph.values, rules, rate, alone=devices == 1) if platform == "tpu" else None
         self.kernels = Kernels(graph.values, self.kind, devices) if platform == "gpu" else None
+        self.hides = platform != "cpu" and devices > 1  # collectives
         self.delayed = (lambda node: self.kind(node) in FUSING) if platform == "gpu" and devices > 1 else None
         self.reads: dict[int, float] = {}
         self.start: dict[int, int] = {}
@@ -116,6 +117,8 @@ class _Fusion:
         self.last.update(dict.fromkeys(inputs, end))
         written = self.merge(inputs)
         kept = inputs | self.in_place | (self.clusters.in_tuple if self.clusters else set())  # on TPU none of one fusion's several results
+        if self.hides:
+            fill_early(self.graph, self.start, self.position, self.in_place)
         take_over([w for w in self.writers if w[1] not in self.in_place], partial(self.bytes_of, fixed), self.start, self.last, kept)
         ids = np.array(sorted(self.start), int)
         last = [self.start[n] - 1 if n in self.in_place else self.last.get(n, self.start[n]) for n in ids]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from jaxauto.core import Graph, LinkKind
 
 
 @dataclass(eq=False)
@@ -61,6 +63,16 @@ def take_over(
                 last[root] = at - 1
                 taken.add(root)
                 break
+
+
+def fill_early(graph: Graph, start: dict[int, int], position: Mapping[int, int], in_place: Set[int]) -> None:
+    """Stacks of a loop are there from the end of the loop before it: schedulers that hide collectives fill early what waits for nothing."""
+    free = 1
+    for loop in sorted((n for n in graph.nodes if n.bodies), key=lambda n: position[n.id]):
+        for link in loop.links:
+            if link.kind is LinkKind.YS and link.target in start and link.target not in in_place:
+                start[link.target] = min(start[link.target], free)
+        free = position[loop.id] + 1
 
 
 def live_bytes(buffers: Buffers, sizes: np.ndarray) -> np.ndarray:

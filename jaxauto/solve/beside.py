@@ -114,8 +114,8 @@ def _as_made(model: Model, op: Operation, o: Operand) -> np.ndarray:
 def filled_at(model: Model, op: Operation, at: int) -> int:
     """Where the array is made that an operation writes into.
 
-    On several devices XLA:GPU fills with zeros before a loop what is scattered into after it: its scheduler hides collectives, and counts
-    no bytes.
+    On several devices XLA:GPU fills with zeros what is scattered into after a loop when the loop before that one has run: its scheduler
+    hides collectives, and fills early what waits for nothing (``liveness.fill_early``).
     """
     b = model.buffers
     if model.chip.platform != "gpu" or op.rule.kind is not Kind.SCATTER or model.mesh.num_devices == 1:
@@ -123,7 +123,8 @@ def filled_at(model: Model, op: Operation, at: int) -> int:
     loops = [(b.loop_start[n], b.position[n]) for n in b.loop_start]
     if any(begin <= at <= end for begin, end in loops):
         return at
-    return max(((end, begin) for begin, end in loops if end < at), default=(0, at))[1]
+    outermost = sorted(end for begin, end in loops if end < at and not any(b < begin and end < e for b, e in loops))
+    return at if not outermost else outermost[-2] + 1 if len(outermost) > 1 else 1
 
 
 def _at_the_end(model: Model) -> Iterator[Row]:

@@ -53,15 +53,16 @@ def _shared(answer: Answer) -> Iterator[tuple[int, int, float]]:
 
 
 def _before_the_loop(answer: Answer, op: Operation, at: int) -> int:
-    """Of a scatter in straight code on several GPUs: the begin of the loop that ran last."""
-    b, begin, end = answer.model.buffers, at, -1
-    if answer.model.chip.platform == "gpu" and op.rule.kind is Kind.SCATTER and answer.count(range(len(answer.sizes))) > 1:
-        for loop, start in b.loop_start.items():
-            if start <= at <= b.position[loop]:
-                return at
-            if end < b.position[loop] < at:
-                begin, end = start, b.position[loop]
-    return begin
+    """Of a scatter in straight code on several GPUs: where the loop before the last one has ended."""
+    b, ends = answer.model.buffers, {}
+    if answer.model.chip.platform != "gpu" or op.rule.kind is not Kind.SCATTER or answer.count(range(len(answer.sizes))) == 1:
+        return at
+    for node in answer.model.variant.rewritten.graph.nodes:
+        if node.bodies and b.loop_start[node.id] <= at <= b.position[node.id]:
+            return at
+        if node.bodies and b.position[node.id] < at:
+            ends[b.position[node.id]] = node
+    return (sorted([0, *ends])[-2] + 1) if ends else at
 
 
 def _stacks(answer: Answer) -> Iterator[tuple[int, int, float]]:
