@@ -114,17 +114,15 @@ def _as_made(model: Model, op: Operation, o: Operand) -> np.ndarray:
 def filled_at(model: Model, op: Operation, at: int) -> int:
     """Where the array is made that an operation writes into.
 
-    On several devices XLA:GPU fills with zeros what is scattered into after a loop when the loop before that one has run: its scheduler
-    hides collectives, and fills early what waits for nothing (``liveness.fill_early``).
+    On several devices XLA:GPU fills with zeros what the backward pass scatters into as that pass begins: its scheduler hides collectives,
+    and starts early what waits for nothing (``liveness.fill_early``).
     """
-    b = model.buffers
     if model.chip.platform != "gpu" or op.rule.kind is not Kind.SCATTER or model.mesh.num_devices == 1:
         return at
-    loops = [(b.loop_start[n], b.position[n]) for n in b.loop_start]
-    if any(begin <= at <= end for begin, end in loops):
+    straight = [n for n in model.variant.rewritten.graph.nodes if n.backward]
+    if op.node.id not in {n.id for n in straight}:
         return at
-    outermost = sorted(end for begin, end in loops if end < at and not any(b < begin and end < e for b, e in loops))
-    return at if not outermost else outermost[-2] + 1 if len(outermost) > 1 else 1
+    return min(model.buffers.loop_start.get(n.id, model.buffers.position[n.id]) for n in straight)
 
 
 def _at_the_end(model: Model) -> Iterator[Row]:

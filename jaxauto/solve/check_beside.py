@@ -37,7 +37,7 @@ def _of_results(answer: Answer) -> Iterator[tuple[int, int, float]]:
                 yield at, at, (answer.windowed(op, o) or (0.0, 0.0))[1]
             elif any(there[a] != WHOLE for a in answer.partial(op, o)):
                 yield at, at, answer.bytes_of(o.value) / answer.pieces(here)
-            begin = _before_the_loop(answer, op, at)
+            begin = _filled(answer, op, at)
             if begin < at:
                 yield begin, at - 1, value_bytes(model.values[o.value]) / answer.pieces(here)
 
@@ -52,17 +52,14 @@ def _shared(answer: Answer) -> Iterator[tuple[int, int, float]]:
             yield begin, end, value_bytes(model.values[number]) / answer.pieces(there)
 
 
-def _before_the_loop(answer: Answer, op: Operation, at: int) -> int:
-    """Of a scatter in straight code on several GPUs: where the loop before the last one has ended."""
-    b, ends = answer.model.buffers, {}
-    if answer.model.chip.platform != "gpu" or op.rule.kind is not Kind.SCATTER or answer.count(range(len(answer.sizes))) == 1:
-        return at
-    for node in answer.model.variant.rewritten.graph.nodes:
-        if node.bodies and b.loop_start[node.id] <= at <= b.position[node.id]:
-            return at
-        if node.bodies and b.position[node.id] < at:
-            ends[b.position[node.id]] = node
-    return (sorted([0, *ends])[-2] + 1) if ends else at
+def _filled(answer: Answer, op: Operation, at: int) -> int:
+    """Of a scatter in the straight backward pass on several GPUs: where that pass begins."""
+    b, begin, found = answer.model.buffers, at, False
+    if answer.model.chip.platform == "gpu" and op.rule.kind is Kind.SCATTER and answer.count(range(len(answer.sizes))) > 1:
+        for node in answer.model.variant.rewritten.graph.nodes:
+            if node.backward:
+                begin, found = min(begin, b.loop_start.get(node.id, b.position[node.id])), found or node.id == op.node.id
+    return begin if found else at
 
 
 def _stacks(answer: Answer) -> Iterator[tuple[int, int, float]]:
