@@ -55,6 +55,37 @@ def test_operands_of_dots_are_materialised():
     assert made_by(graph, buffers) == ["add", "dot_general"]
 
 
+@pytest.mark.parametrize(("platform", "written"), [("cpu", True), ("gpu", False)])
+def test_what_a_predicate_picks_is_written_for_library_kernels(platform, written):
+    graph, buffers = buffers_of(lambda x, y: jnp.exp(jnp.where(x > 0, x, y)).sum(), X, X, platform=platform)
+    assert ("select_n" in made_by(graph, buffers)) == written
+
+
+@pytest.mark.parametrize(("platform", "arrays"), [("cpu", 2), ("gpu", 1)])
+def test_library_kernels_write_over_nothing(platform, arrays):
+    """A product, and what is made of it for another."""
+
+    def fn(x, y):
+        made = x @ y
+        return jnp.tanh(made) @ y
+
+    graph, buffers = buffers_of(fn, X, X, platform=platform)
+    at = buffers.position[next(n.id for n in graph.nodes if n.prim == "tanh")]
+    live = live_bytes(buffers, np.where(buffers.is_input, 0, buffers.bytes_))
+    assert live[at] == arrays * N
+
+
+@pytest.mark.parametrize(("passed", "bytes_"), [(True, 2), (False, 4)])
+def test_a_barrier_keeps_the_type_that_a_cpu_widens(passed, bytes_):
+    def fn(x):
+        made = jnp.tanh(x @ x)
+        return (jax.lax.optimization_barrier(made) if passed else made) @ x
+
+    graph, buffers = buffers_of(fn, jax.ShapeDtypeStruct((32, 32), jnp.bfloat16), platform="cpu")
+    made = next(n.outputs[0] for n in graph.nodes if n.prim == "tanh")
+    assert buffers.bytes_[buffers.ids == made].tolist() == [bytes_ * 32 * 32]
+
+
 def test_what_is_made_from_one_array_is_made_again_for_each_user():
     def fn(x):
         e = jnp.exp(x @ x)

@@ -1,0 +1,102 @@
+"""What is held beside buffers is in the rows and in the timeline, with the bytes and for as long as compilers hold it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxauto
+from jaxauto.solve.beside import held_beside, shared_operands
+from jaxauto.solve.check import check
+from jaxauto.solve.live import timeline
+from jaxauto.solve.stacked import readings
+
+MIB = 2**20
+
+
+def best_of(step, args, target, pins):
+    plan = jaxauto.plan(step, *args, target=target, mesh={"data": 8}, constraints=pins, remat="off", certify=False, progress=False)
+    best = plan.program.solved.best
+    assert check(best, best.peak_bytes, {}) == []
+    return best
+
+
+def beside(best):
+    return held_beside(best.model).timeline(best.x, best.model.buffers.length)
+
+
+def spec(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def test_what_is_gathered_for_two_dots_is_held_from_one_to_the_other():
+    """A small batch, split, and wide weights whose columns are split: the batch is gathered, once for both."""
+
+    def step(x, a, b):
+        y = jnp.tanh(x)
+        return y @ a, y @ b
+
+    args = spec(512, 1024), spec(1024, 8192), spec(1024, 8192)
+    best = best_of(step, args, "h100:8", {"0": P("data"), "1": P(None, "data"), "2": P(None, "data")})
+    ((_, _, _, first, last),) = shared_operands(best.model)
+    held = beside(best)
+    assert first < last and held[first : last + 1] == pytest.approx(2 * MIB) and held[first - 1] == 0
+    row = best.model.memory_row(last)
+    assert row.bytes_at(best.x) == pytest.approx(timeline(best.model, best.x)[last])
+
+
+def scanned(state, x):
+    def layer(x, w):
+        return x + jnp.tanh(x @ w[0]) @ w[1], None
+
+    grads = jax.grad(lambda weights: jnp.mean(jax.lax.scan(layer, x, weights)[0] ** 2))(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads)
+
+
+@pytest.mark.parametrize(("target", "dim", "copied"), [("h100:8", 2, True), ("h100:8", 1, False), ("v5e:2x4", 2, False)])
+def test_a_stack_that_is_gathered_along_a_minor_dimension_is_copied_for_its_loops(target, dim, copied):
+    """XLA:GPU wants the slices of both stacks with the split dimension outermost, from the forward loop to the end of the backward loop."""
+    args = (spec(4, 512, 1024), spec(4, 1024, 512)), spec(2048, 512)
+    best = best_of(scanned, args, target, {"0.*": P(*[None] * dim, "data"), "1": P("data")})
+    found = readings(best.variant, best.model.groups)
+    assert len({r.stack for r in found}) == 2
+    begin, end = min(r.begin for r in found), max(r.end for r in found)
+    held = beside(best)[begin : end + 1]
+    pieces = 2 * 4 * 512 * 1024 * 4 / 8
+    assert (held.min() >= pieces) == copied
+
+
+def test_a_sum_is_there_whole_before_it_is_scattered():
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w)))(w)
+
+    best = best_of(step, (spec(1024, 2048), spec(4096, 1024)), "h100:8", {"0": P("data"), "1": P("data")})
+    assert beside(best).max() == pytest.approx(8 * MIB)
+
+
+def test_zeros_that_the_backward_pass_scatters_into_are_there_from_its_begin():
+    """The gradient of a table, on several devices."""
+
+    def step(table, w, ids):
+        grads = jax.grad(lambda table, w: jnp.mean(jnp.tanh(jnp.tanh(table[ids] @ w) @ w)), (0, 1))(table, w)
+        return table - grads[0], w - grads[1]
+
+    pins = {"0": P(), "1": P(), "2": P("data")}
+    best = best_of(step, (spec(8192, 512), spec(512, 512), spec(4096, dtype=jnp.int32)), "h100:8", pins)
+    held = np.nonzero(beside(best) >= 8192 * 512 * 4)[0]
+    nodes = best.model.variant.rewritten.graph.nodes
+    begin = min(best.model.buffers.position[n.id] for n in nodes if n.backward)
+    scatter = next(best.model.buffers.position[n.id] for n in nodes if n.prim.startswith("scatter"))
+    assert held[0] == begin < scatter - 1 == held[-1]
+
+
+@pytest.mark.parametrize(("devices", "early"), [(1, False), (8, True)])
+def test_stacks_are_there_from_the_end_of_the_loop_before_on_several_devices(devices, early):
+    args = (spec(4, 512, 1024), spec(4, 1024, 512)), spec(2048, 512)
+    plan = jaxauto.plan(scanned, *args, target=f"h100:{devices}", mesh={"data": devices}, remat="off", certify=False, progress=False)
+    b, graph = plan.program.solved.best.model.buffers, plan.program.solved.best.variant.rewritten.graph
+    first, second = (n for n in graph.nodes if n.bodies)
+    start = {int(n): int(s) for n, s in zip(b.ids, b.start, strict=True)}
+    starts = [start[out] for out in second.outputs if out in start and graph.values[out].shape[:1] == (4,)]
+    assert starts and all((s <= b.position[first.id] + 1) == early for s in starts)
