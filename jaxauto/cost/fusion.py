@@ -77,7 +77,7 @@ class _Fusion:
         self.clusters = Clusters(graph.values, rules, rate, alone=devices == 1) if platform == "tpu" else None
         self.kernels = Kernels(graph.values, self.kind, devices) if platform == "gpu" else None
         self.hides = platform != "cpu" and devices > 1  # collectives
-        self.delayed = (lambda node: self.kind(node) in FUSING) if platform == "gpu" and devices > 1 else None
+        self.delayed = (lambda node: self.kind(node) in FUSING) if self.hides else None
         self.reads: dict[int, float] = {}
         self.start: dict[int, int] = {}
         self.last: dict[int, int] = {}
@@ -118,7 +118,7 @@ class _Fusion:
         written = self.merge(inputs)
         kept = inputs | self.in_place | (self.clusters.in_tuple if self.clusters else set())  # on TPU none of one fusion's several results
         if self.hides:
-            fill_early(self.graph, self.start, self.position, self.in_place)
+            fill_early(self.graph, self.start, self.position, self.in_place, backward=self.platform == "gpu")
         take_over([w for w in self.writers if w[1] not in self.in_place], partial(self.bytes_of, fixed), self.start, self.last, kept)
         ids = np.array(sorted(self.start), int)
         last = [self.start[n] - 1 if n in self.in_place else self.last.get(n, self.start[n]) for n in ids]
@@ -148,7 +148,8 @@ class _Fusion:
 
     def visit(self, graph: Graph, outputs: set[int], loose: set[int]) -> None:
         reads = (lambda node: self.kind(node) in _READS) if self.clusters else None
-        for node in schedule(graph, reads, self.delayed, loose):
+        delayed = self.delayed if self.kernels or graph is not self.graph else None
+        for node in schedule(graph, reads, delayed, loose):
             if node.bodies:
                 self.loop(node)
                 continue

@@ -65,11 +65,15 @@ def take_over(
                 break
 
 
-def fill_early(graph: Graph, start: dict[int, int], position: Mapping[int, int], in_place: Set[int]) -> None:
-    """Stacks of a loop are there from the end of the loop before it: schedulers that hide collectives fill early what waits for nothing."""
+def fill_early(graph: Graph, start: dict[int, int], position: Mapping[int, int], in_place: Set[int], *, backward: bool) -> None:
+    """Stacks of a loop are there from the end of the loop before it: schedulers that hide collectives fill early what waits for nothing.
+
+    Args:
+      backward: those of a loop that runs backward too; XLA:TPU fills these, and with zeros, as the loop begins.
+    """
     free = 1
     for loop in sorted((n for n in graph.nodes if n.bodies), key=lambda n: position[n.id]):
-        for link in loop.links:
+        for link in loop.links if backward or not loop.params.get("reverse") else ():
             if link.kind is LinkKind.YS and link.target in start and link.target not in in_place:
                 start[link.target] = min(start[link.target], free)
         free = position[loop.id] + 1
