@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxauto.core import Kind
 from jaxauto.cost.compute import factor_dims
 from jaxauto.graph import value_bytes
 from jaxauto.groups import Operand, Operation
@@ -21,6 +20,8 @@ from jaxauto.strategies import project, shards
 
 if TYPE_CHECKING:
     from jaxauto.solve.model import Model
+
+FILLED = frozenset({"scatter", "scatter-add", "scatter_add"})  # what writes into an array that is filled first
 
 Row = tuple[int, int, int, int, np.ndarray]  # first position, last, two variables in their order, bytes by their states
 
@@ -117,7 +118,7 @@ def filled_at(model: Model, op: Operation, at: int) -> int:
     On several devices XLA:GPU fills with zeros what the backward pass scatters into as that pass begins: its scheduler hides collectives,
     and starts early what waits for nothing (``liveness.fill_early``).
     """
-    if model.chip.platform != "gpu" or op.rule.kind is not Kind.SCATTER or model.mesh.num_devices == 1:
+    if model.chip.platform != "gpu" or op.node.prim not in FILLED or model.mesh.num_devices == 1:
         return at
     straight = [n for n in model.variant.rewritten.graph.nodes if n.backward]
     if op.node.id not in {n.id for n in straight}:

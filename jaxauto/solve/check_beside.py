@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from jaxauto.core import Kind
 from jaxauto.graph import value_bytes
 from jaxauto.groups import Operation
-from jaxauto.solve.beside import shared_operands
+from jaxauto.solve.beside import FILLED, shared_operands
 from jaxauto.solve.check_turns import copies_of_results, is_turned
 from jaxauto.solve.stacked import readings
 from jaxauto.strategies import WHOLE
@@ -55,7 +54,7 @@ def _shared(answer: Answer) -> Iterator[tuple[int, int, float]]:
 def _filled(answer: Answer, op: Operation, at: int) -> int:
     """Of a scatter in the straight backward pass on several GPUs: where that pass begins."""
     b, begin, found = answer.model.buffers, at, False
-    if answer.model.chip.platform == "gpu" and op.rule.kind is Kind.SCATTER and answer.count(range(len(answer.sizes))) > 1:
+    if answer.model.chip.platform == "gpu" and op.node.prim in FILLED and answer.count(range(len(answer.sizes))) > 1:
         for node in answer.model.variant.rewritten.graph.nodes:
             if node.backward:
                 begin, found = min(begin, b.loop_start.get(node.id, b.position[node.id])), found or node.id == op.node.id
@@ -63,13 +62,14 @@ def _filled(answer: Answer, op: Operation, at: int) -> int:
 
 
 def _stacks(answer: Answer) -> Iterator[tuple[int, int, float]]:
-    """(first position, last, bytes of one device) of stacks of weights in the layout that loops want."""
+    """Stacks of weights in the layout that loops want."""
     model, until = answer.model, {}
     for read in readings(model.variant, model.groups) if model.chip.platform == "gpu" else ():
         op, o = read.operation, read.operand
-        here = answer.holder(o)
+        group, (_, *dims) = model.groups.place[read.stack]
+        here, there = answer.where(answer.group[group], dims), answer.operand(op, o)
         if answer.resource(o.value, -1) == "prefetch":
-            if is_turned(answer, here, answer.operand(op, o), len(o.dims)):
-                size = value_bytes(model.variant.rewritten.graph.values[read.stack]) / answer.pieces(here)
+            if is_turned(answer, here, there, len(o.dims)):
+                size = value_bytes(model.values[read.stack]) / answer.pieces(here)
                 yield until.get(read.stack, read.begin), read.end, size
             until[read.stack] = read.end + 1

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
+from jaxauto.solve.turns import fetching
 from jaxauto.strategies import WHOLE
 
 if TYPE_CHECKING:
+    from jaxauto.groups import Edge
     from jaxauto.solve.check import Answer, Where
 
 
@@ -25,6 +27,10 @@ def copies(answer: Answer) -> Iterator[tuple[float, float]]:
             here, there = answer.operand(op, o), answer.holder(o)
             if answer.resource(-1, o.value) == "prefetch" and is_turned(answer, here, there, len(o.dims), answer.partial(op, o)):
                 yield answer.bytes_of(o.value) / answer.pieces(there), again
+    for e in fetching(answer.model) if answer.model.chip.platform == "gpu" else ():
+        here, there = _ends(answer, e)
+        if is_turned(answer, here, there, len(e.dims)):
+            yield answer.bytes_of(e.value) / answer.pieces(here), e.times + answer.model.variant.extra.get(e.node, 0)
     yield from copies_of_results(answer)
 
 
@@ -32,10 +38,14 @@ def copies_of_results(answer: Answer) -> Iterator[tuple[float, float]]:
     """(bytes of one device, times) of results that leave the step gathered."""
     outputs = {x for x in answer.model.groups.graph.outputs if isinstance(x, int)}
     for e in answer.model.groups.edges:
-        here = answer.where(answer.group[e.source], [a for a, _ in e.dims])
-        there = answer.where(answer.group[e.target], [b for _, b in e.dims])
+        here, there = _ends(answer, e)
         if e.node < 0 and e.value in outputs and is_turned(answer, here, there, len(e.dims)):
             yield answer.model.edge_bytes(e) / answer.pieces(there), e.times
+
+
+def _ends(answer: Answer, e: Edge) -> tuple[Where, Where]:
+    here, there = zip(*e.dims, strict=True) if e.dims else ((), ())
+    return answer.where(answer.group[e.source], here), answer.where(answer.group[e.target], there)
 
 
 def is_turned(answer: Answer, here: Where, there: Where, rank: int, partial: Collection[int] = ()) -> bool:

@@ -9,7 +9,7 @@ from jaxauto.core import Graph, LinkKind, Node
 from jaxauto.groups import Groups, Operand, Operation
 from jaxauto.solve.remat import Variant
 
-_KEEPS_LAYOUT = frozenset({"convert_element_type", "transpose", "reshape", "copy", "optimization_barrier"})  # compilers look through them
+_KEEPS_LAYOUT = frozenset({"convert_element_type", "copy", "optimization_barrier"})  # and the dimensions
 
 
 class Reading(NamedTuple):
@@ -36,7 +36,7 @@ def readings(variant: Variant, groups: Groups) -> tuple[Reading, ...]:
             if original is None or op is None or original.prim != node.prim:
                 continue
             operand = next((o for o in op.operands if o.value == original.inputs[k]), None)
-            if operand is not None:
+            if operand is not None and len(operand.dims) == len(written[stack].shape) - 1:
                 first.setdefault((loop.id, stack), Reading(begin, end, stack, op, operand))
     return tuple(sorted(first.values(), key=lambda r: r.begin))
 

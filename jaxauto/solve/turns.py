@@ -14,7 +14,7 @@ from jaxauto.cost.turning import AT_ODDS, COPIES_PIECES, turned
 from jaxauto.graph import value_bytes
 from jaxauto.groups import Edge
 from jaxauto.solve.positions import reduced_factors
-from jaxauto.solve.stacked import readings
+from jaxauto.solve.stacked import Reading, readings
 from jaxauto.strategies import project, shards
 
 if TYPE_CHECKING:
@@ -49,12 +49,21 @@ def add_turns(model: Model) -> None:
                 there = model.var("group", o.group), tuple(d for d, _ in o.dims)
                 key = _Passage(v, factor_dims(op, o), *there, tuple(reduced_factors(op, o)), model.passage_bytes(o.value), late=True)
                 count[key] += model.again(op.node.id)
+    for e in fetching(model) if model.chip.platform in COPIES_PIECES else ():
+        key = _of_edge(model, e)._replace(bytes_=model.passage_bytes(e.value), late=False)
+        count[key] += e.times + model.variant.extra.get(e.node, 0)
     for e in ending(model):
         count[_of_edge(model, e)] += e.times
     for key, times in count.items():
         table = model.cached(("turned", *key), lambda key=key: traffic_seconds(2.0 * copied(model, key), model.chip))
         if table.any():
             model.problem.add_pair("compute", key.source, key.target, times * table)
+
+
+def fetching(model: Model) -> Iterator[Edge]:
+    """Passages of weights to what several operations read, or to a narrower type; the backward pass finds the copy made."""
+    known, left = model.program.known_early, model.final
+    return (e for e in model.groups.edges if e.value in known and e.value not in left and not (e.reduced or e.backward))
 
 
 def ending(model: Model) -> Iterator[Edge]:
@@ -85,16 +94,23 @@ def beside_loops(model: Model) -> list[tuple[int, int, int, int, np.ndarray]]:
 
 def _beside_loops(model: Model) -> Iterator[tuple[int, int, int, int, np.ndarray]]:
     done: dict[int, int] = {}
-    for begin, end, stack, op, o in readings(model.variant, model.groups):
-        if model.resource_of(o.value, -1) != "prefetch":
+    for read in readings(model.variant, model.groups):
+        begin, end, stack = read[:3]
+        if model.resource_of(read.operand.value, -1) != "prefetch":
             continue
-        bytes_ = value_bytes(model.variant.rewritten.graph.values[stack])
-        group, v = model.var("group", o.group), model.var("operation", op.node.id)
-        key = _Passage(group, tuple(d for d, _ in o.dims), v, factor_dims(op, o), (), bytes_, late=False)
+        key = _fetch(model, read, value_bytes(model.values[stack]))
         table = model.cached(("beside", *key), lambda key=key: copied(model, key))
         begin, done[stack] = done.get(stack, begin - 1) + 1, end
+        a, b = key.source, key.target
         if table.any():
-            yield (begin, end, group, v, table) if group < v else (begin, end, v, group, table.T)
+            yield (begin, end, a, b, table) if a < b else (begin, end, b, a, table.T)
+
+
+def _fetch(model: Model, read: Reading, bytes_: float) -> _Passage:
+    """From where a stack lies, slice by slice, to what reads the slices."""
+    group, (_, *dims) = model.groups.place[read.stack]
+    reader = model.var("operation", read.operation.node.id)
+    return _Passage(model.var("group", group), tuple(dims), reader, factor_dims(read.operation, read.operand), (), bytes_, late=False)
 
 
 def copied(model: Model, passage: _Passage) -> np.ndarray:
