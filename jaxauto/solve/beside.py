@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxauto.cost.compute import factor_dims
+from jaxauto.cost.turning import turned
 from jaxauto.graph import value_bytes
-from jaxauto.groups import Operand, Operation
-from jaxauto.solve.positions import moved_share
-from jaxauto.solve.turns import beside_loops, beside_results
+from jaxauto.groups import Edge, Operand, Operation
+from jaxauto.solve.positions import edge_layout, moved_share
+from jaxauto.solve.turns import beside_loops, beside_results, update_begins
 from jaxauto.strategies import project, shards
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ class Beside:
 def held_beside(model: Model) -> Beside:
     """All of it, for a variant on a mesh."""
     return model.cached(
-        ("beside", model.variant), lambda: _collected([*_of_results(model), *_shared(model), *beside_loops(model), *_at_the_end(model)])
+        ("beside", model.variant),
+        lambda: _collected([*_of_results(model), *_shared(model), *_passed(model), *beside_loops(model), *beside_results(model)]),
     )
 
 
@@ -90,6 +92,41 @@ def _shared(model: Model) -> Iterator[Row]:
         yield from _row(begin, end, key[0], key[2], value_bytes(model.values[number]) * share)
 
 
+def _passed(model: Model) -> Iterator[Row]:
+    """Arrays resharded for equations that are fused: momentum that is gathered for the update of a whole weight.
+
+    What an update writes from an array gathered at odds with its layout is copied into the layout of the caller.
+    """
+    for e, begin, end in passed_edges(model):
+        a, b = model.var("group", e.source), model.var("group", e.target)
+        again = model.chip.platform == "gpu" and begin < end
+        key = "passed", a, b, e.dims, e.reduced, again
+        share = model.cached(key, lambda e=e, a=a, b=b, again=again: _passed_share(model, e, model.states[a], model.states[b], again=again))
+        yield from _row(begin, end, a, b, value_bytes(model.values[e.result if e.node in model.narrowing else e.value]) * share)
+
+
+def _passed_share(model: Model, e: Edge, source: np.ndarray, target: np.ndarray, *, again: bool) -> np.ndarray:
+    here, there, _, _ = edge_layout(source, target, e.dims, e.reduced, model.mesh.sizes)
+    share = moved_share(here, there, model.mesh.sizes)
+    return share * (1 + turned(here, there, len(e.dims), "gpu")) if again else share
+
+
+def passed_edges(model: Model) -> list[tuple[Edge, int, int]]:
+    """(edge into an equation, first and last position of what it reshards), each array once for a group and position.
+
+    What such an equation writes itself takes the place of what it reads. What the update gathers is there until the step ends: an update
+    writes all that it makes of an array at once.
+    """
+    b, begins, found = model.buffers, update_begins(model), {}
+    late, early = model.program.late_only, model.program.known_early
+    for e in model.groups.edges:
+        at = b.position.get(e.node) if model.var("group", e.source) != model.var("group", e.target) else None
+        if at is not None and not (e.result in b.stored and value_bytes(model.values[e.result]) >= value_bytes(model.values[e.value])):
+            updates = e.result in late and not e.backward and (e.value in early or at >= begins)
+            found.setdefault((e.value, e.target, e.dims, at), (e, *((begins, b.length - 1) if updates else (at, at))))
+    return list(found.values())
+
+
 def _moved(model: Model, group: int, own: tuple[int, ...], view: int, dims: tuple[int, ...]) -> np.ndarray:
     return moved_share(project(model.states[group], own), project(model.states[view], dims), model.mesh.sizes)
 
@@ -124,11 +161,6 @@ def filled_at(model: Model, op: Operation, at: int) -> int:
     if op.node.id not in {n.id for n in straight}:
         return at
     return min(model.buffers.loop_start.get(n.id, model.buffers.position[n.id]) for n in straight)
-
-
-def _at_the_end(model: Model) -> Iterator[Row]:
-    last = model.buffers.length - 1
-    return ((last, last, i, j, table) for (i, j), table in beside_results(model).items())
 
 
 def _row(begin: int, end: int, a: int, b: int, table: np.ndarray) -> Iterator[Row]:

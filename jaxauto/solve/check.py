@@ -235,15 +235,19 @@ class Answer:
     def edge(self, e: Edge) -> Iterator[tuple[float, float]]:
         """The passages of an edge: of the array, and of the sum along dimensions that are summed away."""
         source = self.group[e.source]
-        here, there = self.where(source, [a for a, _ in e.dims]), self.where(self.group[e.target], [b for _, b in e.dims])
-        summed = {i for i, (a, _) in enumerate(e.dims) if a != WHOLE and a in e.reduced}
-        here, there = (tuple(WHOLE if d in summed else d for d in side) for side in (here, there))
+        here, there = self.sides(e)
         yield self.passage(here, there, self.model.edge_bytes(e))
         partial = frozenset(a for a, d in enumerate(source) if d != WHOLE and d in e.reduced)
         if partial:
             kept = math.prod(n for a, n in enumerate(self.sizes) if source[a] != WHOLE and a not in partial)
             nowhere = (WHOLE,) * len(self.sizes)
             yield self.passage(nowhere, nowhere, self.bytes_of(e.result) / kept, partial)
+
+    def sides(self, e: Edge) -> tuple[Where, Where]:
+        """Where an edge's array is, and where it goes; what is summed away stays."""
+        here, there = self.where(self.group[e.source], [a for a, _ in e.dims]), self.where(self.group[e.target], [b for _, b in e.dims])
+        summed = {i for i, (a, _) in enumerate(e.dims) if a != WHOLE and a in e.reduced}
+        return tuple(WHOLE if d in summed else d for d in here), tuple(WHOLE if d in summed else d for d in there)
 
     def roofline(self, op: Operation, on_chip: Near) -> float:
         """Seconds of one run on one device."""

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from jaxauto.graph import value_bytes
 from jaxauto.groups import Operation
-from jaxauto.solve.beside import FILLED, shared_operands
+from jaxauto.solve.beside import FILLED, passed_edges, shared_operands
 from jaxauto.solve.check_turns import copies_of_results, is_turned
 from jaxauto.solve.stacked import readings
+from jaxauto.solve.turns import update_begins
 from jaxauto.strategies import WHOLE
 
 if TYPE_CHECKING:
@@ -21,8 +22,9 @@ def held_beside(answer: Answer) -> Iterator[tuple[int, int, float]]:
     last = answer.model.buffers.length - 1
     yield from _of_results(answer)
     yield from _shared(answer)
+    yield from _passed(answer)
     yield from _stacks(answer)
-    yield from ((last, last, size) for size, _ in copies_of_results(answer))
+    yield from ((update_begins(answer.model), last, size) for size, _ in copies_of_results(answer))
 
 
 def _of_results(answer: Answer) -> Iterator[tuple[int, int, float]]:
@@ -49,6 +51,17 @@ def _shared(answer: Answer) -> Iterator[tuple[int, int, float]]:
         here, there = answer.where(answer.group[group], own), answer.where(answer.group[view], dims)
         if any(h not in (t, WHOLE) for h, t in zip(here, there, strict=True)):
             yield begin, end, value_bytes(model.values[number]) / answer.pieces(there)
+
+
+def _passed(answer: Answer) -> Iterator[tuple[int, int, float]]:
+    """Arrays resharded for equations that are fused."""
+    model = answer.model
+    for e, begin, end in passed_edges(model):
+        here, there = answer.sides(e)
+        if any(h not in (t, WHOLE) for h, t in zip(here, there, strict=True)):
+            number = e.result if e.node in model.narrowing else e.value
+            again = model.chip.platform == "gpu" and begin < end and is_turned(answer, here, there, len(e.dims))
+            yield begin, end, (1 + again) * value_bytes(model.values[number]) / answer.pieces(there)
 
 
 def _filled(answer: Answer, op: Operation, at: int) -> int:

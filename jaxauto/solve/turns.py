@@ -71,17 +71,32 @@ def ending(model: Model) -> Iterator[Edge]:
     return (e for e in model.groups.edges if e.node < 0 and e.value in model.final)
 
 
-def beside_results(model: Model) -> dict[tuple[int, int], np.ndarray]:
-    """Bytes of copies of results at the end of a step, by pairs of variables in their order: compilers start these gathers together."""
-    pairs: dict[tuple[int, int], np.ndarray] = {}
+def beside_results(model: Model) -> Iterator[tuple[int, int, int, int, np.ndarray]]:
+    """(first position, last, two variables in their order, bytes by their states) of copies of results at the end of a step."""
+    begin, end = update_begins(model), model.buffers.length - 1
     for e in ending(model) if model.chip.platform in AT_ODDS else ():
         key = _of_edge(model, e)
         table = model.cached(("beside", *key), lambda key=key: copied(model, key))
-        if table.any() and key.source != key.target:
-            low, high = sorted((key.source, key.target))
-            table = table if low == key.source else table.T
-            pairs[low, high] = pairs[low, high] + table if (low, high) in pairs else table
-    return pairs
+        a, b = key.source, key.target
+        if table.any() and a != b:
+            yield (begin, end, a, b, table) if a < b else (begin, end, b, a, table.T)
+
+
+def update_begins(model: Model) -> int:
+    """The position from which the collectives of the update are on their way.
+
+    Compilers start them together: XLA:GPU as soon as nothing is left of the backward pass, XLA:TPU, which minds the memory, at the end.
+    """
+    return model.cached(("update begins", model.variant), lambda: _update_begins(model))
+
+
+def _update_begins(model: Model) -> int:
+    last = model.buffers.length - 1
+    if model.chip.platform != "gpu":
+        return last
+    late, position = model.program.late_only, model.buffers.position
+    done = max((position.get(n.id, 0) for n in model.variant.rewritten.graph.nodes if n.backward), default=last)
+    return min((position[n.id] for n in model.groups.graph.nodes if done < position.get(n.id, 0) and set(n.outputs) & late), default=last)
 
 
 def beside_loops(model: Model) -> list[tuple[int, int, int, int, np.ndarray]]:

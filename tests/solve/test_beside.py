@@ -7,10 +7,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxauto
-from jaxauto.solve.beside import held_beside, shared_operands
+from jaxauto.solve.beside import held_beside, passed_edges, shared_operands
 from jaxauto.solve.check import check
 from jaxauto.solve.live import timeline
 from jaxauto.solve.stacked import readings
+from jaxauto.strategies import WHOLE
 
 MIB = 2**20
 
@@ -100,3 +101,21 @@ def test_stacks_are_there_from_the_end_of_the_loop_before_on_several_devices(dev
     start = {int(n): int(s) for n, s in zip(b.ids, b.start, strict=True)}
     starts = [start[out] for out in second.outputs if out in start and graph.values[out].shape[:1] == (4,)]
     assert starts and all((s <= b.position[first.id] + 1) == early for s in starts)
+
+
+def updated(weight, momentum, x):
+    momentum = 0.9 * momentum + jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w)))(weight)
+    return weight - 0.1 * momentum, momentum
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_momentum_that_is_gathered_for_an_update_takes_memory(dim):
+    """A device that updates a whole weight with a whole gradient needs the momentum whole; turned around, it is there twice."""
+    args = spec(512, 1024), spec(512, 1024), spec(64, 512)
+    best = best_of(updated, args, "h100:8", {"0": P(), "1": P(*[None] * dim, "data"), "2": P()})
+    model = best.model
+    (into,) = [e for e, _, _ in passed_edges(model) if e.value == 1]  # 0.9 × momentum
+    group = model.var("group", into.target)
+    x = best.x.copy()
+    x[group] = int(np.flatnonzero((model.states[group] == WHOLE).all(1))[0])
+    assert held_beside(model).timeline(x, model.buffers.length)[-1] == pytest.approx((2 + 2 * dim) * MIB)
