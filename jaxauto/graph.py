@@ -9,6 +9,7 @@ from typing import Any
 from jaxauto import compat
 from jaxauto.core import Graph, Link, LinkKind, Literal, Node, Value
 from jaxauto.one_hot import as_comparison
+from jaxauto.swapped import swapped, swaps
 
 
 def build(closed_jaxpr: Any) -> Graph:
@@ -73,8 +74,16 @@ class _Builder:
         return Graph(tuple(inputs), outputs, nodes, self.values, captured)
 
     def inline(self, jaxpr, env, stack: str, nodes: list[Node], captured: dict) -> None:
+        exchanged = swaps(jaxpr)
+        skipped = {id(eqn) for eqn in exchanged.values()}
         for eqn in jaxpr.eqns:
+            if id(eqn) in skipped:
+                continue
             inner_stack = f"{stack}/{compat.name_stack(eqn)}"
+            if id(eqn) in exchanged:
+                operands = [_read(env, v) for v in eqn.invars]
+                self.instead(swapped(eqn), operands, exchanged[id(eqn)].outvars[0], env, inner_stack, nodes, captured)
+                continue
             body_param = compat.INLINED_CALLS.get(eqn.primitive.name)
             if body_param is None or body_param not in eqn.params:
                 if not self.comparison(eqn, env, inner_stack, nodes, captured):
@@ -99,12 +108,16 @@ class _Builder:
         written = as_comparison(eqn, operands, self.values, captured)
         if written is None:
             return False
-        jaxpr, _ = compat.open_jaxpr(compat.dead_code_eliminated(written))
-        inner: dict[Any, int | Literal] = dict(zip(jaxpr.invars, operands, strict=True))
-        self.inline(jaxpr, inner, stack, nodes, captured)
-        env[eqn.outvars[0]] = _read(inner, jaxpr.outvars[0])
+        self.instead(compat.dead_code_eliminated(written), operands, eqn.outvars[0], env, stack, nodes, captured)
         self.spared.add(operands[0])
         return True
+
+    def instead(self, written, operands: list, result, env, stack: str, nodes: list[Node], captured: dict) -> None:
+        """The equations of another jaxpr in place of those that make ``result``."""
+        jaxpr, _ = compat.open_jaxpr(written)
+        inner: dict[Any, int | Literal] = dict(zip(jaxpr.invars, operands, strict=True))
+        self.inline(jaxpr, inner, stack, nodes, captured)
+        env[result] = _read(inner, jaxpr.outvars[0])
 
     def barrier(self, eqn, operands: list, stack: str, nodes: list[Node]) -> list:
         """A user's checkpoint region recomputes behind a barrier, as jax.checkpoint lowers it."""

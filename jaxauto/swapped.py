@@ -1,0 +1,60 @@
+"""A dot that is only read turned around, made the other way round: ``transpose(dot(a, b))`` is ``dot(b, a)``.
+
+Differentiation writes a weight's gradient as the transpose of a dot of the cotangent with what the weight was multiplied with. Compilers
+fold the transpose into the layout of the result: XLA:TPU then keeps parameters and moments in that layout for the update, and copies
+them there and back (scripts/results/swapped.md). Not so where the cotangent is much wider than the other operand, that of a loss over a
+vocabulary: exchanged, it is written to memory that as written is made where it is read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+from jax import lax
+
+from jaxauto import compat
+
+_WIDE = 8  # cotangent's elements for each of the other operand
+
+
+def swaps(jaxpr: Any) -> dict[int, Any]:
+    """The equations of a jaxpr that are dots read by one transpose alone which the dot of the exchanged operands would not need.
+
+    Returns:
+      id of the dot's equation → the transpose's.
+    """
+    reads = Counter(v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, compat.JaxLiteral))
+    reads.update(v for v in jaxpr.outvars if not isinstance(v, compat.JaxLiteral))
+    dots = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"}
+    found = {}
+    for eqn in jaxpr.eqns:
+        dot = dots.get(eqn.invars[0]) if eqn.primitive.name == "transpose" and not isinstance(eqn.invars[0], compat.JaxLiteral) else None
+        if dot is not None and reads[eqn.invars[0]] == 1 and _exchangeable(dot, eqn):
+            found[id(dot)] = eqn
+    return found
+
+
+def _exchangeable(dot: Any, transpose: Any) -> bool:
+    left, right = (v.aval.size for v in dot.invars)
+    return left < _WIDE * right and tuple(transpose.params["permutation"]) == _exchanged(dot)
+
+
+def _exchanged(dot: Any) -> tuple[int, ...]:
+    """Dimensions of a dot's result in the order in which the dot of the exchanged operands has them."""
+    (contracted, _), (batch, _) = dot.params["dimension_numbers"]
+    left, shared = dot.invars[0].aval.ndim - len(contracted), len(batch)
+    last = dot.outvars[0].aval.ndim
+    return (*range(shared), *range(left, last), *range(shared, left))
+
+
+def swapped(dot: Any) -> Any:
+    """The closed jaxpr, of the operands of a dot, of the dot of the exchanged operands."""
+    params = dict(dot.params)
+    (left, right), (batch_left, batch_right) = params.pop("dimension_numbers")
+    if isinstance(precision := params.get("precision"), tuple) and len(precision) == 2:
+        params["precision"] = precision[::-1]
+    numbers = ((right, left), (batch_right, batch_left))
+    with compat.source_of(dot):
+        return jax.make_jaxpr(lambda a, b: lax.dot_general_p.bind(b, a, dimension_numbers=numbers, **params))(*(v.aval for v in dot.invars))

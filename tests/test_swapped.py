@@ -1,0 +1,104 @@
+"""A dot that is only read turned around is made the other way round, with the same numbers; others stay."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxauto.graph import build, walk
+from jaxauto.rewrite.evaluate import evaluator
+
+LEFT, RIGHT = (2, 5, 3), (2, 5, 4)
+
+
+def dot(a, b, contracted, batch=(), **options):
+    return jax.lax.dot_general(a, b, ((contracted, contracted), (batch, batch)), **options)
+
+
+def gradient(a, b):
+    return dot(a, b, (0, 1)).T
+
+
+def batched(a, b):
+    return dot(a, b, (1,), (0,)).transpose(0, 2, 1)
+
+
+def two_free(a, b):
+    return dot(a, b, (0,)).transpose(2, 3, 0, 1)
+
+
+def wider_type(a, b):
+    return dot(a, b, (0, 1), preferred_element_type=jnp.float32, precision=("high", "highest")).T
+
+
+def within_a_loop(a, b):
+    return jax.lax.scan(lambda c, ab: (c + dot(*ab, (0,)).T, None), jnp.zeros((4, 3)), (a, b))[0]
+
+
+def of_a_weight(a, b):
+    return jax.grad(lambda w: jnp.sin(a @ w).sum())(dot(a, b, (0, 1)))
+
+
+SWAPPED = [gradient, batched, two_free, wider_type, within_a_loop, of_a_weight]
+
+
+def read_twice(a, b):
+    c = dot(a, b, (0, 1))
+    return c.T, c.sum()
+
+
+def kept(a, b):
+    c = dot(a, b, (0, 1))
+    return c.T, c
+
+
+def otherwise_turned(a, b):
+    return dot(a, b, (0,)).transpose(3, 2, 0, 1)
+
+
+def not_turned(a, b):
+    return dot(a, b, (0, 1)) + 1
+
+
+def wide(a, b):
+    return dot(jnp.tile(a, 11), b, (0, 1)).T
+
+
+NOT_SWAPPED = [read_twice, kept, otherwise_turned, not_turned, wide]
+
+
+def prims(closed):
+    return [node.prim for node in walk(build(closed)) if node.prim in ("dot_general", "transpose")]
+
+
+@pytest.mark.parametrize("fun", SWAPPED + NOT_SWAPPED, ids=lambda f: f.__name__)
+def test_the_numbers_are_those_as_written(fun):
+    rng = np.random.default_rng(0)
+    args = tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in (LEFT, RIGHT))
+    closed = jax.make_jaxpr(fun)(*args)
+    got = evaluator(build(closed))(*args)
+    want = jax.tree.leaves(fun(*args))
+    for x, y in zip(got, want, strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fun", SWAPPED, ids=lambda f: f.__name__)
+def test_no_transpose_is_left(fun):
+    closed = jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in (LEFT, RIGHT)))
+    assert "transpose" in str(closed) and "transpose" not in prims(closed)
+
+
+@pytest.mark.parametrize("fun", NOT_SWAPPED, ids=lambda f: f.__name__)
+def test_what_is_read_as_made_stays(fun):
+    closed = jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in (LEFT, RIGHT)))
+    assert prims(closed) == [eqn.primitive.name for eqn in closed.eqns if eqn.primitive.name in ("dot_general", "transpose")]
+
+
+def test_the_source_and_the_scope_stay():
+    def fun(a, b):
+        with jax.named_scope("head"):
+            return gradient(a, b)
+
+    (node,) = [n for n in build(jax.make_jaxpr(fun)(jnp.ones(LEFT), jnp.ones(RIGHT))).nodes if n.prim == "dot_general"]
+    assert node.scope == "head" and "test_swapped.py" in node.source
