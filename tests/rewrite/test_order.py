@@ -129,7 +129,7 @@ def test_a_recomputation_waits_for_the_gradients_before_it(alone):
     graph = build(trace(narrow_step, args).jaxpr)
     rewritten = recompute(graph, {k: frozenset() for k, _ in enumerate(find_blocks(graph))})
     gradients = [
-        n.outputs[0] for n in graph.nodes if n.backward and graph.values[n.outputs[0]].shape == (WIDTH, WIDTH) and n.prim == "transpose"
+        n.outputs[0] for n in graph.nodes if n.backward and graph.values[n.outputs[0]].shape == (WIDTH, WIDTH) and n.prim == "dot_general"
     ]
     assert len(gradients) == 4
     result = in_order(rewritten, frozenset(gradients), alone=alone)
