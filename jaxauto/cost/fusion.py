@@ -142,7 +142,8 @@ class _Fusion:
     def bytes_of(self, fixed: set[int], number: int) -> float:
         """Bytes of a buffer; arguments and results, also those of loops and barriers, have the type they are said to have."""
         value = self.values[self.copied.get(number, number)]
-        if number not in fixed and str(value.dtype) in self.widened and not is_bound(value):
+        keeps = number in fixed or is_bound(value)
+        if str(value.dtype) in self.widened and (number in self.copied or not keeps):
             return 4.0 * value.elements
         return value_bytes(value)
 
@@ -339,9 +340,10 @@ class _Fusion:
                 self.reads[root] = self.reads.get(root, 0) + passes
 
     def turn_stacks(self, node: Node) -> dict[int, int]:
-        """Stacks that a loop wants in another order are copied before it, one by one: its slice of each, and when."""
+        """Stacks that a loop wants in another order, or wider, are copied before it, one by one: its slice of each, and when."""
         turned: dict[int, int] = {}
-        for link in self.kernels.enter(node.links) if self.kernels else ():
+        wider = [e for e in node.links if e.kind is LinkKind.XS and str(self.values[e.source].dtype) in self.widened]
+        for link in self.kernels.enter(node.links) if self.kernels else wider:
             self.clock += 1
             self.keep_alive(link.source, self.clock)
             self.reads[link.source] = self.reads.get(link.source, 0) + 2  # read and written
