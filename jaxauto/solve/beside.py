@@ -16,7 +16,7 @@ from jaxauto.cost.turning import turned
 from jaxauto.graph import value_bytes
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.positions import edge_layout, moved_share
-from jaxauto.solve.turns import beside_loops, beside_results, update_begins
+from jaxauto.solve.turns import beside_loops, beside_results, cut_results, update_begins
 from jaxauto.strategies import project, shards
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def held_beside(model: Model) -> Beside:
     """All of it, for a variant on a mesh."""
     return model.cached(
         ("beside", model.variant),
-        lambda: _collected([*_of_results(model), *_shared(model), *_passed(model), *beside_loops(model), *beside_results(model)]),
+        lambda: _collected([row for rows in _ROWS for row in rows(model)]),
     )
 
 
@@ -161,6 +161,9 @@ def filled_at(model: Model, op: Operation, at: int) -> int:
     if op.node.id not in {n.id for n in straight}:
         return at
     return min(model.buffers.loop_start.get(n.id, model.buffers.position[n.id]) for n in straight)
+
+
+_ROWS = (_of_results, _shared, _passed, beside_loops, beside_results, cut_results)
 
 
 def _row(begin: int, end: int, a: int, b: int, table: np.ndarray) -> Iterator[Row]:

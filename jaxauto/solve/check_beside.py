@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from jaxauto.graph import value_bytes
 from jaxauto.groups import Operation
 from jaxauto.solve.beside import FILLED, passed_edges, shared_operands
-from jaxauto.solve.check_turns import copies_of_results, is_turned
+from jaxauto.solve.check_turns import copies_of_results, is_turned, made_whole
 from jaxauto.solve.stacked import readings
 from jaxauto.solve.turns import update_begins
 from jaxauto.strategies import WHOLE
@@ -24,7 +24,9 @@ def held_beside(answer: Answer) -> Iterator[tuple[int, int, float]]:
     yield from _shared(answer)
     yield from _passed(answer)
     yield from _stacks(answer)
-    yield from ((update_begins(answer.model), last, size) for size, _ in copies_of_results(answer))
+    begin = update_begins(answer.model)
+    yield from ((begin, last, size) for size, _ in copies_of_results(answer))
+    yield from ((begin, last, size) for size in made_whole(answer))
 
 
 def _of_results(answer: Answer) -> Iterator[tuple[int, int, float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
-from jaxauto.solve.turns import fetching
+from jaxauto.solve.turns import fetching, made_beside
 from jaxauto.strategies import WHOLE
 
 if TYPE_CHECKING:
@@ -41,6 +41,14 @@ def copies_of_results(answer: Answer) -> Iterator[tuple[float, float]]:
         here, there = _ends(answer, e)
         if e.node < 0 and e.value in outputs and is_turned(answer, here, there, len(e.dims)):
             yield answer.model.edge_bytes(e) / answer.pieces(there), e.times
+
+
+def made_whole(answer: Answer) -> Iterator[float]:
+    """Bytes of one device of results that it makes whole beside the memory of the part that it returns."""
+    for e in made_beside(answer.model):
+        here, there = _ends(answer, e)
+        if any(h == WHOLE != t for h, t in zip(here, there, strict=True)):
+            yield answer.model.edge_bytes(e) / answer.pieces(here)
 
 
 def _ends(answer: Answer, e: Edge) -> tuple[Where, Where]:

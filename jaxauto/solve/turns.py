@@ -15,7 +15,7 @@ from jaxauto.graph import value_bytes
 from jaxauto.groups import Edge
 from jaxauto.solve.positions import reduced_factors
 from jaxauto.solve.stacked import Reading, readings
-from jaxauto.strategies import project, shards
+from jaxauto.strategies import WHOLE, project, shards
 
 if TYPE_CHECKING:
     from jaxauto.solve.model import Model
@@ -80,6 +80,31 @@ def beside_results(model: Model) -> Iterator[tuple[int, int, int, int, np.ndarra
         a, b = key.source, key.target
         if table.any() and a != b:
             yield (begin, end, a, b, table) if a < b else (begin, end, b, a, table.T)
+
+
+def cut_results(model: Model) -> Iterator[tuple[int, int, int, int, np.ndarray]]:
+    """The same of momentum that an update makes whole, though a device returns a part of it: it is written for what else reads it."""
+    begin, end = update_begins(model), model.buffers.length - 1
+    for e in made_beside(model):
+        a, b, key = model.var("group", e.source), model.var("group", e.target), _of_edge(model, e)
+        table = model.cached(("cut", *key), lambda key=key: _cut(model, key))
+        if table.any() and a != b:
+            yield (begin, end, a, b, table) if a < b else (begin, end, b, a, table.T)
+
+
+def made_beside(model: Model) -> list[Edge]:
+    """Passages of results that take the memory of a donated argument and are read in the step: XLA:GPU cuts them as it makes them."""
+    b = model.buffers
+    in_place = frozenset(b.ids[b.end < b.start].tolist()) if model.chip.platform == "tpu" else frozenset()
+    return [e for e in ending(model) if e.value in in_place and model.values[e.value].users]
+
+
+def _cut(model: Model, passage: _Passage) -> np.ndarray:
+    """Bytes of the result as one device makes it, where it keeps a part of that."""
+    source = project(model.states[passage.source], passage.source_dims)
+    target = project(model.states[passage.target], passage.target_dims)
+    parts = ((source[:, None] == WHOLE) & (target[None] != WHOLE)).any(-1)
+    return passage.bytes_ / shards(source, model.mesh.sizes)[:, None] * parts
 
 
 def update_begins(model: Model) -> int:

@@ -4,13 +4,15 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
 import jaxauto
 from jaxauto.solve.check import check
 from jaxauto.solve.live import timeline
-from jaxauto.solve.turns import beside_results
+from jaxauto.solve.turns import beside_results, cut_results
+from jaxauto.strategies import WHOLE
 
 WEIGHTS = jax.ShapeDtypeStruct((4, 512, 1024), jnp.float32), jax.ShapeDtypeStruct((4, 1024, 512), jnp.float32)
 BATCH = jax.ShapeDtypeStruct((2048, 512), jnp.float32)
@@ -51,3 +53,16 @@ def test_a_gpu_plan_gathers_weights_along_their_first_dimension():
     assert first < last
     free = jaxauto.plan(step, (WEIGHTS, WEIGHTS), BATCH, target="h100:8", mesh={"data": 8}, remat="off", certify=False)
     assert free.estimate.step_time <= min(plan.estimate.step_time for plan in cut)
+
+
+@pytest.mark.parametrize(("target", "whole"), [("v5e:2x4", True), ("h100:8", False)])
+def test_momentum_that_is_made_whole_is_written_beside_the_part_that_is_kept(target, whole):
+    """A device that updates whole weights but keeps a part of the momentum; XLA:GPU makes that part alone."""
+    best = planned(target, PartitionSpec(), PartitionSpec(None, "data")).program.solved.best
+    model, x = best.model, best.x.copy()
+    momentum = {model.var("group", e.source) for e in model.groups.edges if e.node < 0 and model.values[e.value].users}
+    for group in momentum:
+        x[group] = int(np.flatnonzero((model.states[group] == WHOLE).all(1))[0])
+    cut = sum(float(t[x[i], x[j]]) for begin, end, i, j, t in cut_results(model) if begin <= model.buffers.length - 1 == end)
+    assert cut == whole * 2 * 4 * 512 * 1024 * 4
+    assert check(replace(best, x=x, seconds=model.problem.seconds(x), peak_bytes=timeline(model, x).max())) == []
