@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxauto import frontend
 from jaxauto.core import Graph, Kind, Literal, Node
-from jaxauto.cost.compute import bytes_per_flop
+from jaxauto.cost.compute import bytes_per_flop, ops_per_byte
 from jaxauto.cost.fusion import find_buffers
 from jaxauto.cost.layout import minor_dims, padding
 from jaxauto.cost.liveness import live_bytes
@@ -220,9 +220,9 @@ def aliased_outputs(traced: Traced, graph: Graph) -> frozenset[int]:
 def _program(traced: Traced, chip: Any) -> Profiled:
     graph = build(traced.jaxpr)
     rules = {node.id: rule_for(node.eqn) for node in walk(graph) if not node.bodies}
-    platform, rate = (_PLATFORM, 0.0) if chip is None else (chip.platform, bytes_per_flop(chip))
+    platform, *rates = (_PLATFORM,) if chip is None else (chip.platform, bytes_per_flop(chip), ops_per_byte(chip))
     aliased = aliased_outputs(traced, graph)
-    buffers = find_buffers(graph, rules, aliased, platform, rate)
+    buffers = find_buffers(graph, rules, aliased, platform, *rates)
     padded = (lambda _: 1.0) if chip is None or not chip.tile else _padding(traced, graph, chip)
     sizes = buffers.bytes_ * np.array([padded(int(n)) for n in buffers.ids])
     placed = place(graph, rules, buffers, chip, 1) if chip is not None and chip.vmem_bytes else None

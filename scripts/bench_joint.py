@@ -67,8 +67,8 @@ def second_stage(search: Search, levels: list[Level], sharding: Candidate, budge
     fitting = [c for c in found if c.peak_bytes <= budget]
     if not fitting:
         return None
-    mixed = (search._mix(c, levels, budget) for c in fitting)
-    return min([*fitting, *(m for m in mixed if m is not None and m.peak_bytes <= budget)], key=lambda c: c.seconds)
+    mixed = (m for c in fitting for m in search.mixtures(c, levels, budget))
+    return min([*fitting, *mixed], key=lambda c: c.seconds)
 
 
 def run(name: str, target_name: str, shape: Mapping[str, int], rows: dict[str, Any]) -> None:

@@ -31,6 +31,11 @@ def bytes_per_flop(chip: Any) -> float:
     return chip.bandwidth_efficiency * chip.hbm_bandwidth / (chip.flops_efficiency * chip.peak_flops("bfloat16"))
 
 
+def ops_per_byte(chip: Any) -> float:
+    """float32 operations that the vector unit does while HBM moves a byte."""
+    return chip.vector_flops / chip.hbm_bandwidth
+
+
 def operation_seconds(
     op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any, near: Near = _FAR
 ) -> np.ndarray:

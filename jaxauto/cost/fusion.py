@@ -47,6 +47,7 @@ def find_buffers(
     aliased: frozenset[int] = frozenset(),
     platform: str = "tpu",
     bytes_per_flop: float = 0.0,
+    ops_per_byte: float = 0.0,
     *,
     devices: int = 1,
 ) -> Buffers:
@@ -58,16 +59,19 @@ def find_buffers(
       aliased: output values that reuse the buffer of a donated input.
       platform: whose compiler: ``"tpu" | "gpu" | "cpu"``.
       bytes_per_flop: what HBM moves while the matrix unit does one flop.
+      ops_per_byte: what the vector unit does while HBM moves a byte.
       devices: that the program is spread over; on one, no gradient is summed before the optimizer has it.
     """
-    return _Fusion(graph, rules, aliased, platform, bytes_per_flop, devices).run()
+    return _Fusion(graph, rules, aliased, platform, bytes_per_flop, ops_per_byte, devices).run()
 
 
 class _Fusion:
-    def __init__(self, graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int], platform: str, rate: float, devices: int):
+    def __init__(
+        self, graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int], platform: str, rate: float, vector_rate: float, devices: int
+    ):
         self.graph, self.rules, self.aliased = graph, rules, aliased
         self.made_once, self.widened = MADE_ONCE[platform], _WIDENED.get(platform, ())
-        self.platform = platform
+        self.platform, self.ops_per_byte = platform, vector_rate
         self.values = graph.values
         self.virtual: dict[int, frozenset[int]] = {}  # value → roots it is recomputed from
         self.made_twice: dict[int, frozenset[int]] = {}  # stored for a stack; a dot makes it once more, from these
@@ -265,7 +269,7 @@ class _Fusion:
             return value.id in self.kernels.rows  # of anything else the elements are made that are gathered
         if self.clusters and self.kind(user) in FUSING:
             dots = sum(self.kind(u) in FUSING and not slides(u) for u in value.users)
-            return dots > 1 and (value.id in self.heavy or is_shared(value, roots, self.values, dots))
+            return dots > 1 and (value.id in self.heavy or is_shared(value, roots, self.values, dots, self.ops_per_byte))
         if not user.bodies or any(link.source == value.id and link.kind is not LinkKind.CONST for link in user.links):
             return True
         return 2 * sum(value_bytes(self.values[r]) for r in roots) > value_bytes(value)

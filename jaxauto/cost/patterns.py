@@ -18,7 +18,9 @@ ROW = 4096  # elements: a softmax over as many does not fuse with the dot that m
 LONG = 4096  # elements: over more it writes no exp either
 _LANES = 128
 DEPTH = 112  # elements of a head dimension: seen fused up to here, apart from 127 on
-_WORTH = 0.77  # XLA:TPU makes a value in each dot that reads it where that moves less than this share of the bytes of writing it once
+# XLA:TPU makes a value in each dot that reads it where that moves less than this share of the bytes of writing it once: where the vector
+# unit does few operations while HBM moves a byte, as on v5p (5.2) and v6e (4.4), and where it does many, as on v5e (7.5): bench_shared.py
+_WORTH, _WORTH_QUICK, _QUICK = 0.77, 1.05, 6.0
 
 
 def is_deep(node: Node) -> bool:
@@ -146,9 +148,13 @@ def is_bound(value: Value) -> bool:
     return value.producer is None or bool(value.producer.bodies) or any(u.bodies or u.prim == "optimization_barrier" for u in value.users)
 
 
-def is_shared(value: Value, roots: frozenset[int], values: Mapping[int, Value], dots: int) -> bool:
-    """Whether several dots read a value from memory that takes no transcendental: making it in each moves little less."""
+def is_shared(value: Value, roots: frozenset[int], values: Mapping[int, Value], dots: int, ops_per_byte: float = 0.0) -> bool:
+    """Whether several dots read a value from memory that takes no transcendental: making it in each moves little less.
+
+    Args:
+      ops_per_byte: of the vector unit, while HBM moves a byte.
+    """
     if is_turned(value, roots, values):
         return True
     wide = sum(value_bytes(values[r]) for r in roots)
-    return dots * wide > _WORTH * (wide + (dots + 1) * value_bytes(value))
+    return dots * wide > (_WORTH_QUICK if ops_per_byte > _QUICK else _WORTH) * (wide + (dots + 1) * value_bytes(value))

@@ -5,7 +5,8 @@ dimension, the other operand whole. One operand is transposed before the loop (`
 is small, that may be full, and memory is set aside for it. The other one stays on chip if it is small; else, if the first leaves room, it
 is brought there, whole, for every second dot, while the dot before it leaves time for that. The pieces are added up on chip as long as
 there is room. Of a batch the pieces' part is copied out of its operand instead, nothing stays on chip, and the pieces pass through HBM.
-What another dot would make of its operands as it reads them (``made_inside``) is written before the loop, unless it stays on chip.
+What another dot would make of its operands as it reads them (``made_inside``) is written before the loop, unless it stays on chip, and
+takes memory until then.
 Convolutions, whose weights' gradients are scattered, are taken apart too (seen in a U-Net): the pieces' part has few features, so tiles
 are mostly empty, and is written and read.
 
@@ -71,7 +72,7 @@ def windowed(
     here = project(state, factor_dims(op, result))
     apart = np.maximum(flops, traffic_seconds(sum(sizes) + added, chip))
     batch = _batch(op, state, mesh) > 1
-    made = [WRITTEN * s * ((k in inside) & (s > SMALL * chip.vmem_bytes)) for k, s in enumerate(sizes)]
+    made = [s * ((k in inside) & (s > SMALL * chip.vmem_bytes)) for k, s in enumerate(sizes)]
     for d, (_, factor) in enumerate(result.dims):
         has = [k for k, o in enumerate(op.operands) if any(f == factor for _, f in o.dims)]
         if len(has) != 1:
@@ -79,17 +80,19 @@ def windowed(
         rows = np.nonzero(fits & ~(here == d).any(-1))[0]
         pairs = (~partial[rows][:, None] | (target == d)[None]).all(-1)
         (cut,) = has
+        written = made[1 - cut] + np.where(batch, 0.0, made[cut])  # of a batch it is made as its pieces are copied out
+        held = written
         if op.rule.kind is Kind.CONV:
             loop = _loop_of_convolution(sizes[cut], sizes[1 - cut], added, flops, count, values[result.value].shape[d], chip)
         else:
             turned = _turned(op, result, values, d, here, count, mesh, cut if chip.name in TURNS_CUT else None)
             one = _loop(cut, np.where(turned < 0, cut, turned), turned >= 0, sizes, added, flops, count, chip)
             loop = np.where(batch, _loop_of_batch(sizes[cut], sizes[1 - cut], added, flops, count, chip), one)
-            copy = np.choose(np.maximum(turned, 0), sizes) * ((turned >= 0) & ~batch)
-            beside[rows] += pairs * (copy * (copy > SMALL * chip.vmem_bytes))[rows][:, None]
-        written = made[1 - cut] + np.where(batch, 0.0, made[cut])  # of a batch it is made as its pieces are copied out
-        longer = np.maximum(loop - apart, 0.0) + traffic_seconds(written, chip)
+            copy, anyway = (np.choose(np.maximum(turned, 0), of) * ((turned >= 0) & ~batch) for of in (sizes, made))
+            held = written - anyway + copy * (copy > SMALL * chip.vmem_bytes)  # what is turned is made so
+        longer = np.maximum(loop - apart, 0.0) + traffic_seconds(WRITTEN * written, chip)
         hidden[rows] |= pairs
+        beside[rows] += pairs * np.broadcast_to(held, len(state))[rows][:, None]
         extra[rows] += pairs * longer[rows][:, None]
     return hidden, extra, beside
 

@@ -68,16 +68,17 @@ def ring(
     apart = max(flops, traffic_seconds(sum(moved) + added, chip))
     batch = math.prod(n for f, n in op.factors if f in shared) / pieces(shared) > 1
     written = [k for k in model.inside(op) if moved[k] > SMALL * chip.vmem_bytes and not (batch and k == cut[0])]
-    first = traffic_seconds(sum(WRITTEN * moved[k] for k in written), chip)
+    first, made_before = traffic_seconds(sum(WRITTEN * moved[k] for k in written), chip), sum(moved[k] for k in written)
     part, whole = moved[cut[0]], moved[1 - cut[0]]
     if op.rule.kind is Kind.CONV:
         features = model.values[result.value].shape[d]
         more = count * math.ceil(features / count / LANES) / math.ceil(features / LANES)
-        return max(max(flops, traffic_seconds(WRITTEN * more * part + count / PIECES * whole + added, chip)) - apart, 0.0) + first, 0.0
+        longer = max(flops, traffic_seconds(WRITTEN * more * part + count / PIECES * whole + added, chip))
+        return max(longer - apart, 0.0) + first, made_before
     if batch:
         longer = max(flops, traffic_seconds(part + count / PIECES * whole + added, chip))
         longer += traffic_seconds(ADDED_UP_IN_BATCH * added + COPIED * part, chip)
-        return max(longer - apart, 0.0) + first, 0.0
+        return max(longer - apart, 0.0) + first, made_before
     turned, copied = cut[0], False
     own = [(found & made) - shared for found in of]
     if all(own):
@@ -90,8 +91,8 @@ def ring(
             lanes = model.values[result.value].shape[last] / split % LANES == 0
             turned = int((result.dims[last][1] in own[1]) != lanes)
     longer = _loop(moved, turned, cut[0], added, flops, count, chip, copied=copied)
-    beside = moved[turned] if copied and moved[turned] > SMALL * chip.vmem_bytes else 0.0
-    return max(longer - apart, 0.0) + first, beside
+    beside = {*written, turned} if copied and moved[turned] > SMALL * chip.vmem_bytes else {*written}
+    return max(longer - apart, 0.0) + first, sum(moved[k] for k in beside)
 
 
 def padding(

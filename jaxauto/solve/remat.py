@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxauto.blocks import closure, find_blocks
 from jaxauto.core import Graph, Kind, Node, OpRule
-from jaxauto.cost.compute import bytes_per_flop, unsplit_seconds
+from jaxauto.cost.compute import bytes_per_flop, ops_per_byte, unsplit_seconds
 from jaxauto.cost.fusion import find_buffers
 from jaxauto.cost.liveness import Buffers
 from jaxauto.graph import value_bytes, walk
@@ -202,7 +202,8 @@ class Remat:
             rewritten = hoist(rewritten)
         graph = rewritten.graph
         rules = self.groups.rules if graph is self.graph else {node.id: self._rule(node) for node in walk(graph) if not node.bodies}
-        buffers = find_buffers(graph, rules, self.aliased, self.chip.platform, bytes_per_flop(self.chip), devices=self.devices)
+        chip, rates = self.chip, (bytes_per_flop(self.chip), ops_per_byte(self.chip))
+        buffers = find_buffers(graph, rules, self.aliased, chip.platform, *rates, devices=self.devices)
         ids = buffers.ids.tolist()
         origin = np.array([rewritten.origin.get(n, n) for n in ids], int)
         stacked = np.array([n in rewritten.stacked for n in ids], bool)

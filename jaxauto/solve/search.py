@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxauto.core import MeshAxes
 from jaxauto.solve.candidate import Candidate, Found
-from jaxauto.solve.chain import Option, solve_chain
+from jaxauto.solve.chain import Option, least_budget, solve_chain
 from jaxauto.solve.choices import choices
 from jaxauto.solve.descend import descend
 from jaxauto.solve.eliminate import eliminate
@@ -50,10 +50,22 @@ QUICK = 10_000  # values of a program that is rewritten in a fraction of a secon
 _MIXED = -1  # the number of the level whose blocks keep unalike
 _GAP = 0.005  # relative gap under which no MILP is asked
 _MIXES = 8  # choices of a chain that are tried, each for less room; half as many for a large program
+_PATIENCE = 2  # mixtures of blocks that are no better, before less room is given up
 _CLOSER, _AROUND = 3, 8  # times that levels between are looked at, and how many of them
 _BEHIND = 1.05  # times the seconds of an answer on another mesh: where that is not worth it
 _DESCENTS = 3  # each with the peak of the one before as a further row
 _SMALL = 300  # states in all: up to that the optimum is sought even where the gap is less
+
+
+def _first_least(candidates: Iterator[Candidate]) -> Candidate | None:
+    """The fastest of the first ones, up to where ``_PATIENCE`` of them were no better."""
+    best, waited = None, 0
+    for candidate in candidates:
+        if best is None or candidate.seconds < best.seconds:
+            best, waited = candidate, 0
+        elif (waited := waited + 1) == _PATIENCE:
+            break
+    return best
 
 
 class Search:
@@ -147,7 +159,7 @@ class Search:
     def _leaner(self, leanest: Candidate, levels: list[Level], budget_bytes: float) -> Candidate:
         """Blocks mixed for the least memory: where one keeps what it can, what makes that again need not live while it goes backward."""
         for room in _ROOMS if len(self.remat.graph.values) < QUICK else ():
-            mixed = self._mix(leanest, levels, max(budget_bytes, room * leanest.peak_bytes))
+            mixed = next(self.mixtures(leanest, levels, max(budget_bytes, room * leanest.peak_bytes)), None)
             if mixed is not None and mixed.peak_bytes < leanest.peak_bytes:
                 leanest, self.models[_MIXED] = mixed, mixed.model
         return leanest
@@ -268,7 +280,7 @@ class Search:
         started = time.monotonic()
         waits = (False, True) if any(level.offloaded for level in levels) else (False,)
         for base, waiting in itertools.product(self._bases(found), waits):
-            mixed = self._mix(base, levels, budget_bytes, waiting=waiting)
+            mixed = _first_least(self.mixtures(base, levels, budget_bytes, waiting=waiting))
             mixed = mixed and self._descended(mixed, budget_bytes)
             if mixed is not None and mixed.seconds < found.best.seconds:
                 found.best, self.models[_MIXED] = mixed, mixed.model
@@ -344,24 +356,31 @@ class Search:
                 found.best = min(best, better, key=lambda c: c.seconds)
                 return
 
-    def _mix(self, best: Candidate, levels: list[Level], budget_bytes: float, *, waiting: bool = False) -> Candidate | None:
-        """Let each block keep as much as the budget allows, by the chain's dynamic programme; ``waiting``: for the host's memory."""
+    def mixtures(self, best: Candidate, levels: list[Level], budget_bytes: float, *, waiting: bool = False) -> Iterator[Candidate]:
+        """Each block keeps as much as some room allows, by the chain's dynamic programme: what fits, for less room each time.
+
+        The programme's seconds are those of blocks one by one: what is best of little room can be faster than what is best of more.
+
+        Args:
+          waiting: transfers to the host's memory hide behind nothing.
+        """
         if best.level == 0 or not self.remat.blocks:
-            return None
+            return
         options = self.options(best, levels, waiting=waiting)
         held = sum(o[best.level].kept_bytes for o in options) + max(o[best.level].peak_bytes for o in options)
-        room = budget_bytes - best.peak_bytes + held
-        winner = None
-        for _ in range(_MIXES if len(self.remat.graph.values) < QUICK else _MIXES // 2):
+        most = sum(max(o.kept_bytes + o.peak_bytes for o in block) for block in options)
+        room, least = min(budget_bytes - best.peak_bytes + held, most), least_budget(options)
+        tries = _MIXES if len(self.remat.graph.values) < QUICK else _MIXES // 2
+        for left in range(tries, 0, -1):
             answer = solve_chain(options, room)
             if answer is None:
-                break
+                return
             mixed = self.mixture(best, levels, answer.choice)
-            if mixed.peak_bytes <= budget_bytes:
-                winner = mixed
-                break
-            room = min(room - (mixed.peak_bytes - budget_bytes), max(answer.peak_bytes) * (1 - TOLERANCE))  # another choice each time
-        return winner
+            over = mixed.peak_bytes - budget_bytes
+            if over <= 0:
+                yield mixed
+            step = over if over > 0 else (room - least) / left
+            room = min(room - step, max(answer.peak_bytes) * (1 - TOLERANCE))  # another choice each time
 
     def mixture(self, base: Candidate, levels: list[Level], choice: Sequence[int]) -> Candidate:
         """The sharding of ``base`` with block ``b`` kept as ``levels[choice[b]]`` keeps it."""
