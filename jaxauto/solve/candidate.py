@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -40,3 +42,22 @@ class Found:
     constraints: int = 0
     status: str = "optimal"
     fitting: list[Candidate] = field(default_factory=list)
+
+
+def least_of_each(candidates: Sequence[Candidate], key: Callable[[Candidate], Any]) -> list[Candidate]:
+    """The fastest candidate for each value of ``key``, fastest first."""
+    found: dict[Any, Candidate] = {}
+    for candidate in sorted(candidates, key=lambda c: c.seconds):
+        found.setdefault(key(candidate), candidate)
+    return list(found.values())
+
+
+def fastest_of_first(candidates: Iterable[Candidate], patience: int) -> Candidate | None:
+    """The fastest of the first ones, up to where ``patience`` of them in a row were no better; None: there are none."""
+    best, waited = None, 0
+    for candidate in candidates:
+        if best is None or candidate.seconds < best.seconds:
+            best, waited = candidate, 0
+        elif (waited := waited + 1) == patience:
+            break
+    return best

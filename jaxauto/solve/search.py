@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from jaxauto.core import MeshAxes
-from jaxauto.solve.candidate import Candidate, Found
+from jaxauto.solve.candidate import Candidate, Found, fastest_of_first, least_of_each
 from jaxauto.solve.chain import Option, least_budget, solve_chain
 from jaxauto.solve.choices import choices
 from jaxauto.solve.descend import descend
@@ -43,9 +43,10 @@ _BISECTIONS = 3
 _RAISES = 8
 _LEAN = 8  # rounds in search of the least memory
 _ROOMS = (1.02, 1.05)  # times the least memory so far: what blocks may fill where less is sought by unalike ones
+_PRICES = (0.1, 1.0)  # of all memory that the step as written takes, in its seconds: shardings that take less of it
 _NEAR = 6  # states of each variable that the MILP may choose from
 MU = (1.0, 0.5, 0.0)  # weights of compute against prefetching that the dual tries
-_BASES = 8  # answers from which blocks are mixed
+_BASES = 12  # answers from which blocks are mixed
 QUICK = 10_000  # values of a program that is rewritten in a fraction of a second
 _MIXED = -1  # the number of the level whose blocks keep unalike
 _GAP = 0.005  # relative gap under which no MILP is asked
@@ -55,17 +56,6 @@ _CLOSER, _AROUND = 3, 8  # times that levels between are looked at, and how many
 _BEHIND = 1.05  # times the seconds of an answer on another mesh: where that is not worth it
 _DESCENTS = 3  # each with the peak of the one before as a further row
 _SMALL = 300  # states in all: up to that the optimum is sought even where the gap is less
-
-
-def _first_least(candidates: Iterator[Candidate]) -> Candidate | None:
-    """The fastest of the first ones, up to where ``_PATIENCE`` of them were no better."""
-    best, waited = None, 0
-    for candidate in candidates:
-        if best is None or candidate.seconds < best.seconds:
-            best, waited = candidate, 0
-        elif (waited := waited + 1) == _PATIENCE:
-            break
-    return best
 
 
 class Search:
@@ -90,7 +80,7 @@ class Search:
         self.models: dict[int, Model] = {}
         self.answers: dict[int, list[np.ndarray]] = defaultdict(list)
         self.price: float | None = None  # of memory, seconds per byte: where the level before ended
-        self.written: np.ndarray | None = None  # the best sharding of the step as written where that does not fit
+        self.written: list[np.ndarray] = []  # good shardings of the step as written where that does not fit
 
     def run(self, budget_bytes: float, levels: list[Level]) -> Found:
         """Search all ``levels`` under ``budget_bytes``; as long as they get faster, if the first fits without pressure."""
@@ -106,12 +96,13 @@ class Search:
                 if candidate.peak_bytes <= budget_bytes:
                     fitting.append(candidate)
                     best = candidate if best is None or candidate.seconds < best.seconds else best
-            roomy = self.written is None
+            roomy = not self.written
             if self.out_of_time() or (roomy and best is not None and best.level < number):
                 break  # without pressure on memory, recomputing more does not help where recomputing less did not
         assert leanest is not None
         if best is not None:
-            fitting += self._between(best, levels, budget_bytes)
+            for start in least_of_each(fitting, lambda c: (c.variant.offloaded, c.variant.remade)):
+                fitting += self._between(start, levels, budget_bytes)
             best = min(fitting, key=lambda c: c.seconds)
         else:
             leanest = self._leaner(leanest, levels, budget_bytes)
@@ -144,13 +135,16 @@ class Search:
             best = min([best, *found], key=lambda c: c.seconds)
 
     def _offers(self, number: int, level: Level, budget_bytes: float) -> Iterator[Candidate]:
-        """The candidates of a level, what a descent from the best leads to, and the best sharding as written where that does not fit."""
+        """The candidates of a level, what a descent from the best leads to, and shardings as written where that does not fit."""
         found = self.level(number, level, budget_bytes)
         model = self.models[number]
         if number == 0 and found[0].peak_bytes > budget_bytes:
-            self.written = min((descend(model.problem, x) for x in self.answers[0]), key=model.problem.seconds)
-        elif self.written is not None and len(self.written) == len(model.problem.sizes):
-            found.append(self.candidate(model, self.written, number))
+            self.written = [min((descend(model.problem, x) for x in self.answers[0]), key=model.problem.seconds)]
+            dear = found[0].seconds / found[0].peak_bytes
+            self.written += [self._priced(model, 0, share * dear, budget_bytes).x for share in _PRICES]
+        else:
+            same = (x for x in self.written if len(x) == len(model.problem.sizes))
+            found += [self.candidate(model, x, number) for x in same]
         yield from found
         fitting = [c for c in found if c.peak_bytes <= budget_bytes]
         if fitting:
@@ -280,7 +274,7 @@ class Search:
         started = time.monotonic()
         waits = (False, True) if any(level.offloaded for level in levels) else (False,)
         for base, waiting in itertools.product(self._bases(found), waits):
-            mixed = _first_least(self.mixtures(base, levels, budget_bytes, waiting=waiting))
+            mixed = fastest_of_first(self.mixtures(base, levels, budget_bytes, waiting=waiting), _PATIENCE)
             mixed = mixed and self._descended(mixed, budget_bytes)
             if mixed is not None and mixed.seconds < found.best.seconds:
                 found.best, self.models[_MIXED] = mixed, mixed.model
@@ -304,11 +298,10 @@ class Search:
 
     def _bases(self, found: Found) -> list[Candidate]:
         """Answers to let blocks differ in: the best one; where rewriting is quick of other levels too, and sharded as without pressure."""
-        best: dict[tuple[int, bool], Candidate] = {}
-        written = self.written if self.written is not None else self.answers[0][0]
-        for candidate in sorted(found.fitting, key=lambda c: c.seconds):
-            best.setdefault((candidate.level, np.array_equal(candidate.x, written)), candidate)
-        return list(best.values())[: _BASES if len(self.remat.graph.values) < QUICK else 1]
+        written = self.written or self.answers[0][:1]
+        which = lambda c: next((k for k, x in enumerate(written) if np.array_equal(c.x, x)), None)  # noqa: E731
+        best = least_of_each(found.fitting, lambda c: (c.level, which(c)))
+        return best[: _BASES if len(self.remat.graph.values) < QUICK else 1]
 
     def _close(self, found: Found, budget_bytes: float) -> None:
         """Every level that could hold something better: its bound raised, its best answer found (``tighten.py``).

@@ -14,6 +14,7 @@ from zoo import STEPS
 from jaxauto.options import mesh_axes
 from jaxauto.planner import read
 from jaxauto.solve import search as search_module
+from jaxauto.solve.candidate import Candidate, fastest_of_first, least_of_each
 from jaxauto.solve.check import check
 from jaxauto.solve.fold import fold
 from jaxauto.solve.model import Program
@@ -130,3 +131,26 @@ def test_a_mixture_of_blocks_that_is_over_by_little_is_not_tried_twice(monkeypat
     monkeypatch.setattr(Search, "mixture", over)
     assert list(search.mixtures(base, levels, budget)) == []
     assert len(tried) > 2 and len(set(tried)) == len(tried)
+
+
+def test_mixtures_for_less_room_are_tried_too(monkeypatch):
+    """The chain's programme adds up blocks one by one: what is best of little room can be faster than what is best of more."""
+    step, args = STEPS["transformer_loop"]()
+    search, remat = prepared(step, args, {"a": 1}, "v5p:1x1x1")
+    levels = remat.levels()
+    base = search.candidate(search.model(remat.variant(levels[-1].kept)), search.run(math.inf, levels).best.x, len(levels) - 1)
+    seconds, tried = iter([3.0, 4.0, 2.0, 2.5, 2.6, 1.0]), []
+
+    def fits(self, base, levels, choice):
+        tried.append(tuple(choice))
+        return dataclasses.replace(base, seconds=next(seconds))
+
+    monkeypatch.setattr(Search, "mixture", fits)
+    assert fastest_of_first(search.mixtures(base, levels, math.inf), patience=2).seconds == 2.0
+    assert len(tried) == len(set(tried)) == 5
+
+
+def test_the_fastest_of_each_kind_comes_first():
+    found = [Candidate(None, np.zeros(0), seconds, 0.0, level) for seconds, level in ((3.0, 1), (2.0, 2), (1.0, 1), (4.0, 3))]
+    assert [c.seconds for c in least_of_each(found, lambda c: c.level)] == [1.0, 2.0, 4.0]
+    assert fastest_of_first([], patience=1) is None
