@@ -77,6 +77,7 @@ class _Fusion:
         self.made_twice: dict[int, frozenset[int]] = {}  # stored for a stack; a dot makes it once more, from these
         self.costly: set[int] = set()
         self.heavy: set[int] = set()  # virtual, and a transcendental is part of it
+        self.dear: set[int] = set()  # those of a softmax that is made again too
         self.moved: dict[int, bool] = {}  # virtual, and its elements lie elsewhere in its roots; whether in another order of dimensions
         self.clusters = Clusters(graph.values, rules, rate, alone=devices == 1) if platform == "tpu" else None
         self.kernels = Kernels(graph.values, self.kind, devices) if platform == "gpu" else None
@@ -208,6 +209,8 @@ class _Fusion:
         below = (2 * self.values[x].elements >= value.elements for x in self.heavy.intersection(fused))  # that of a row is made apart
         if (kind is Kind.EXPENSIVE and not softmax and not is_shifted(value, self.values)) or any(below):
             self.heavy.add(number)
+        if kind is Kind.EXPENSIVE or not self.dear.isdisjoint(fused):
+            self.dear.add(number)
         if softmax and self.clusters:
             (self.summed if keeps_exp(value, sums, self.values) else self.clusters.apart).add(number)
         moved = kind is Kind.MOVE and not self.is_layout(node)
@@ -269,7 +272,8 @@ class _Fusion:
             return value.id in self.kernels.rows  # of anything else the elements are made that are gathered
         if self.clusters and self.kind(user) in FUSING:
             dots = sum(self.kind(u) in FUSING and not slides(u) for u in value.users)
-            return dots > 1 and (value.id in self.heavy or is_shared(value, roots, self.values, dots, self.ops_per_byte))
+            heavy, rate = value.id in self.heavy, self.ops_per_byte if value.id in self.dear else 0.0
+            return dots > 1 and is_shared(value, roots, self.values, dots, heavy=heavy, ops_per_byte=rate)
         if not user.bodies or any(link.source == value.id and link.kind is not LinkKind.CONST for link in user.links):
             return True
         return 2 * sum(value_bytes(self.values[r]) for r in roots) > value_bytes(value)

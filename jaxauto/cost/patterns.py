@@ -18,8 +18,8 @@ ROW = 4096  # elements: a softmax over as many does not fuse with the dot that m
 LONG = 4096  # elements: over more it writes no exp either
 _LANES = 128
 DEPTH = 112  # elements of a head dimension: seen fused up to here, apart from 127 on
-# XLA:TPU makes a value in each dot that reads it where that moves less than this share of the bytes of writing it once: where the vector
-# unit does few operations while HBM moves a byte, as on v5p (5.2) and v6e (4.4), and where it does many, as on v5e (7.5): bench_shared.py
+# XLA:TPU makes a value in each dot that reads it where that moves less than this share of the bytes of writing it once. More is made again
+# with transcendentals where the vector unit does many operations while HBM moves a byte: on v5e (7.5), not on v5p (5.2): bench_shared.py
 _WORTH, _WORTH_QUICK, _QUICK = 0.77, 1.05, 6.0
 
 
@@ -148,13 +148,16 @@ def is_bound(value: Value) -> bool:
     return value.producer is None or bool(value.producer.bodies) or any(u.bodies or u.prim == "optimization_barrier" for u in value.users)
 
 
-def is_shared(value: Value, roots: frozenset[int], values: Mapping[int, Value], dots: int, ops_per_byte: float = 0.0) -> bool:
-    """Whether several dots read a value from memory that takes no transcendental: making it in each moves little less.
+def is_shared(
+    value: Value, roots: frozenset[int], values: Mapping[int, Value], dots: int, *, heavy: bool = False, ops_per_byte: float = 0.0
+) -> bool:
+    """Whether several dots read a value from memory: making it in each takes long, or moves little less.
 
     Args:
-      ops_per_byte: of the vector unit, while HBM moves a byte.
+      heavy: a transcendental is part of it, of a softmax that is made again apart.
+      ops_per_byte: of a value with a transcendental in it: what the vector unit does while HBM moves a byte.
     """
     if is_turned(value, roots, values):
         return True
-    wide = sum(value_bytes(values[r]) for r in roots)
-    return dots * wide > (_WORTH_QUICK if ops_per_byte > _QUICK else _WORTH) * (wide + (dots + 1) * value_bytes(value))
+    wide, quick = sum(value_bytes(values[r]) for r in roots), ops_per_byte > _QUICK
+    return (heavy and not quick) or dots * wide > (_WORTH_QUICK if quick else _WORTH) * (wide + (dots + 1) * value_bytes(value))

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxauto.cost.compute import ops_per_byte
 from jaxauto.cost.fusion import find_buffers
 from jaxauto.graph import build, walk
 from jaxauto.rewrite.hoist import hoist
 from jaxauto.rewrite.program import Rewritten
 from jaxauto.rules import rule_for
+from jaxauto.targets.chips import CHIPS
 from jaxauto.trace import trace
 
 from .test_fusion import array, buffers_of, made_by
@@ -18,8 +20,8 @@ from .test_fusion import array, buffers_of, made_by
 X = array(32, 32)
 
 
-def on_tpu(fn, *args, bytes_per_flop=0.0):
-    return buffers_of(fn, *args, platform="tpu", bytes_per_flop=bytes_per_flop)
+def on_tpu(fn, *args, bytes_per_flop=0.0, ops_per_byte=0.0):
+    return buffers_of(fn, *args, platform="tpu", bytes_per_flop=bytes_per_flop, ops_per_byte=ops_per_byte)
 
 
 def test_an_elementwise_operand_is_made_inside_the_dot():
@@ -92,6 +94,23 @@ def test_what_two_dots_read_is_stored_if_it_is_dear():
     assert "tanh" in made_by(*on_tpu(shared, X, X))
     cheap = lambda x, y: (lambda t: (t @ y, y @ t))(x * 2)  # noqa: E731
     assert "mul" not in made_by(*on_tpu(cheap, X, X))
+
+
+@pytest.mark.parametrize(("chip", "gated", "softmax"), [("v5p", True, True), ("v5e", False, False)])
+@pytest.mark.parametrize(("scores", "narrow"), [(jnp.float32, False), (jnp.bfloat16, True)])
+def test_what_two_dots_read_is_made_twice_where_the_vector_unit_is_quick(chip, gated, softmax, scores, narrow):
+    """As compiled (scripts/results/shared.md): a gated product, and probabilities, which of narrow scores are made twice everywhere."""
+
+    def read_twice(t, y):
+        return t @ y, jax.lax.dot_general(t, y, (((0,), (0,)), ((), ())))
+
+    wide, narrow_x = jax.ShapeDtypeStruct((32, 32), scores), jax.ShapeDtypeStruct((32, 32), jnp.bfloat16)
+    rate = ops_per_byte(CHIPS[chip])
+    made = made_by(*on_tpu(lambda a, b, y: read_twice(jax.nn.silu(a) * b, y), narrow_x, narrow_x, narrow_x, ops_per_byte=rate))
+    assert ("mul" in made) == gated
+    probabilities = lambda s, y: read_twice(jax.nn.softmax(s.astype(jnp.float32)).astype(jnp.bfloat16), y)  # noqa: E731
+    made = made_by(*on_tpu(probabilities, wide, narrow_x, ops_per_byte=rate))
+    assert ("convert_element_type" in made) == (softmax and not narrow)
 
 
 def gradient_of_scores(q, k, most, total, d, sums):

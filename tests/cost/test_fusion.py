@@ -23,11 +23,11 @@ def array(*shape):
 X = array(32, 32)
 
 
-def buffers_of(fn, *args, donate=None, platform="gpu", bytes_per_flop=0.0, devices=2):
+def buffers_of(fn, *args, donate=None, platform="gpu", bytes_per_flop=0.0, ops_per_byte=0.0, devices=2):
     traced = trace(fn, args, donate_argnums=donate)
     graph = build(traced.jaxpr)
     rules = {node.id: rule_for(node.eqn) for node in walk(graph) if not node.bodies}
-    return graph, find_buffers(graph, rules, aliased_outputs(traced, graph), platform, bytes_per_flop, devices=devices)
+    return graph, find_buffers(graph, rules, aliased_outputs(traced, graph), platform, bytes_per_flop, ops_per_byte, devices=devices)
 
 
 def peak(fn, *args, donate=()):
