@@ -41,8 +41,11 @@ class Compilation:
 
     @property
     def peak_bytes(self) -> float:
-        """The most that is alive at once, arguments included, where the compiler tells: ``device_bytes`` less the gaps in its heap."""
-        return self.memory["peak"] or self.device_bytes
+        """The most that is alive at once, arguments included, where the compiler tells: ``device_bytes`` less the gaps in its heap.
+
+        XLA:TPU counts arrays in on-chip memory with it, so that it can tell more than there is in HBM.
+        """
+        return min(self.memory["peak"] or self.device_bytes, self.device_bytes)
 
 
 @dataclass(frozen=True)

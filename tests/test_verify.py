@@ -271,3 +271,10 @@ def test_what_does_not_fit_is_compiled_with_a_limit_where_the_compiler_knows_one
     assert plan.compiler_options["xla_tpu_max_hbm_size_mib"] == "8" and "the compiler is told" in plan.notes[-1]
     with pytest.raises(jaxauto.InfeasibleError, match="no plan was found that the compiler fits"):
         jaxauto.plan(step, *ARGS, target="h100:8", memory_budget="8MiB", certify=True)
+
+
+@pytest.mark.parametrize(("peak", "expected"), [(0, 130.0), (120, 120.0), (160, 130.0)])
+def test_no_more_is_alive_in_memory_than_is_allocated(peak, expected):
+    """Not told; less than the heap with its gaps; more, where arrays in on-chip memory are counted too."""
+    memory = {"argument": 50, "output": 50, "alias": 40, "temp": 70, "peak": peak}
+    assert verify.Compilation("a compiler", "", memory, 1.0).peak_bytes == expected
