@@ -64,6 +64,7 @@ def host_bytes(run: Run, model: KernelDecoder) -> float:
         "key": model.kv_heads * model.head_dim,
         "values": model.kv_heads * model.head_dim,
         "out": model.width,
+        "mlp hidden": model.hidden * (2 if model.gated else 1),
         "mlp out": model.width,
     }
     return 2.0 * model.layers * run.sequences * model.length * sum(widths[name] for name in run.host)

@@ -54,8 +54,9 @@ class Run:
 
 O4 = ("input", "query", "key", "values")
 O5 = (*O4, "out")
+DOTS = ("query", "key", "values", "out", "mlp hidden", "mlp out")
 MOE = "mixture of experts: this script's decoder has none"
-SLICES = "several slices joined by a data-centre network: a target is one slice"
+WINDOWS = "attention over sliding windows: this script's decoder has none"
 QUANTIZED = "the rate is of fp8 or int8 products: jaxauto counts the types in the step, and this decoder computes in bf16"
 
 
@@ -67,6 +68,11 @@ def fsdp(size: int) -> tuple[tuple[str, int], ...]:
 def both(batch: int, tensor: int) -> tuple[tuple[str, int], ...]:
     """FSDP and tensor parallelism."""
     return (("fsdp", batch), ("tensor", tensor))
+
+
+def slices(count: int, *within: tuple[str, int]) -> tuple[tuple[str, int], ...]:
+    """Replicas over slices, joined by a data-centre network, of what lies within one."""
+    return (("data", count), *within)
 
 
 def nodes(count: int, data: int = 1) -> tuple[tuple[str, int], ...]:
@@ -86,7 +92,7 @@ RUNS = (
     Run("Llama3.1-8B", "v6e:8x16", 7119.6, "44.9 %", "TR", LLAMA3_8B, fsdp(128), 4, host=O5),
     Run("Mistral-7B", "v6e:2x4", 7776.8, "47.1 %", "TR", MISTRAL_7B, fsdp(8), 6, host=O5),
     Run("Mixtral-8x22B", "v6e:16x16", 1326.3, "36.2 %", "TR", unable=MOE),
-    Run("Gemma3-12B", "v6e:2 slices of 16x16", 4204.8, "35.7 %", "TR", unable=SLICES),
+    Run("Gemma3-12B", "v6e:2*16x16", 4204.8, "35.7 %", "TR", unable=WINDOWS),
     # v5p, v5e, v4, MaxText
     Run("GPT-3 175B, int8", "v5p:8x8x8", 369.06, "86.5 % of bf16", "TR", unable=QUANTIZED),
     Run("Llama2-70B", "v5p:8x8x8", 692, "65.4 %", "MT", LLAMA2_70B, fsdp(512), 4, kept="dots saved, but the MLP's first"),
@@ -99,11 +105,11 @@ RUNS = (
     Run("generic 32B", "v5e:16x16", 654, "66.86 %", "MT", generic(32, 10240, 32, 32768), fsdp(256), 4, full=True),
     Run("generic 128B", "v5e:16x16", 137, "56.06 %", "MT", generic(64, 10240, 64, 65536), both(16, 16), 1, full=True),
     Run("generic 52B", "v4:4x4x12", 484, "56.0 %", "MT", generic(32, 12288, 32, 49152), fsdp(192), 10, full=True),
-    Run("generic 64B", "v5p: 2 slices of 4x4x4", 770, "67.26 %", "MT", unable=SLICES),
-    Run("generic 128B", "v5p: 2 slices of 4x8x8", 342, "59.66 %", "MT", unable=SLICES),
-    Run("generic 32B", "v5e: 32 slices of 16x16", 591, "60.40 %", "MT", unable=SLICES),
+    Run("generic 64B", "v5p:2*4x4x4", 770, "67.26 %", "MT", generic(64, 10240, 32, 32768), slices(2, *both(16, 4)), 4, kept="minimal"),
+    Run("generic 128B", "v5p:2*4x8x8", 342, "59.66 %", "MT", generic(64, 10240, 64, 65536), slices(2, *both(32, 8)), 2, kept="minimal"),
+    Run("generic 32B", "v5e:32*16x16", 591, "60.40 %", "MT", generic(32, 10240, 32, 32768), slices(32, *fsdp(256)), 4, full=True),
     # AXLearn
-    Run("Llama2-70B", "v5e:4 slices of 16x16", 285, "59.87 %", "AX", unable=SLICES),
+    Run("Llama2-70B", "v5e:4*16x16", 285, "59.87 %", "AX", LLAMA2_70B, slices(4, *fsdp(256)), 1, host=DOTS),
     Run("Llama2-70B, 4 accumulated", "v6e:16x16", 840, "37.9 % (6N)", "AX", unable="gradient accumulation: this script's step has none"),
     Run("Llama2-70B", "h100:64x8", 635, "26.6 % (6N)", "AX", LLAMA2_70B, (("data", 4), ("fsdp_nodes", 16), ("fsdp", 8)), 2),
     # tpu7x, MaxText; two devices for each chip
