@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from zoo import STEPS
 
+from jaxauto.core import LinkKind
 from jaxauto.cost.fusion import find_buffers
 from jaxauto.cost.liveness import live_bytes
 from jaxauto.graph import build, walk
@@ -240,3 +241,18 @@ def test_a_gpu_fills_stacks_copies_into_them_and_copies_slices_out_for_dots():
     with_dot, without = (lambda c, x: (c @ x, None)), (lambda c, x: (c + x, None))
     out = traffic("gpu", with_dot) - traffic("cpu", with_dot)
     assert out - (traffic("gpu", without) - traffic("cpu", without)) == 2 * 8 * N
+
+
+@pytest.mark.parametrize(("platform", "dtype", "copies"), [("cpu", jnp.bfloat16, 1), ("cpu", jnp.float32, 0), ("tpu", jnp.bfloat16, 0)])
+def test_a_stack_of_16_bits_is_widened_whole_before_a_loop_reads_it(platform, dtype, copies):
+    """As compiled for CPU: the stacks of the backward loop are converted to float32 before it, and lie there while it runs."""
+
+    def fn(x):
+        return jax.lax.scan(lambda c, row: (c + row.astype(jnp.float32), None), jnp.zeros((32, 32)), jnp.exp(x))[0]
+
+    graph, buffers = buffers_of(fn, jax.ShapeDtypeStruct((8, 32, 32), dtype), platform=platform, devices=1)
+    loop = next(node for node in graph.nodes if node.bodies)
+    (row,) = (link.target for link in loop.links if link.kind is LinkKind.XS)
+    found = [(bytes_, start, end) for n, bytes_, start, end in zip(buffers.ids, buffers.bytes_, buffers.start, buffers.end) if n == row]
+    assert [bytes_ for bytes_, _, _ in found] == [4.0 * 8 * 32 * 32] * copies
+    assert all(start < end == buffers.position[loop.id] for _, start, end in found)
