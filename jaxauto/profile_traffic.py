@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxauto.core import OPERATIONS, Node, OpRule
-from jaxauto.cost.compute import traffic_seconds
+from jaxauto.cost.compute import ops_per_byte, traffic_seconds
 from jaxauto.cost.fusion import find_buffers
 from jaxauto.cost.liveness import Buffers
 from jaxauto.cost.onchip import Near, capacity
@@ -29,7 +29,8 @@ class Traffic:
         self.program, self.chip, self.values = program, chip, program.graph.values
         whole, on_tpu = program.buffers, chip is not None and chip.platform == "tpu"
         if on_tpu:
-            whole = find_buffers(program.graph, dict(program.rules), program.aliased, "tpu", devices=math.prod(program.mesh.values()))
+            rates, devices = (0.0, ops_per_byte(chip)), math.prod(program.mesh.values())
+            whole = find_buffers(program.graph, dict(program.rules), program.aliased, "tpu", *rates, devices=devices)
         self.moved = _by_node(program, whole, lambda _: 1.0)
         placed = program.placed if on_tpu else None
         self.waited = _by_node(program, self._off_chip(placed), program.padded) if placed else self.moved
