@@ -16,15 +16,13 @@ from jaxauto.cost.turning import turned
 from jaxauto.graph import value_bytes
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.positions import edge_layout, moved_share
-from jaxauto.solve.turns import beside_loops, beside_results, cut_results, update_begins
+from jaxauto.solve.turns import Row, beside_loops, beside_results, cut_results, in_order, update_begins
 from jaxauto.strategies import project, shards
 
 if TYPE_CHECKING:
     from jaxauto.solve.model import Model
 
 FILLED = frozenset({"scatter", "scatter-add", "scatter_add"})  # what writes into an array that is filled first
-
-Row = tuple[int, int, int, int, np.ndarray]  # first position, last, two variables in their order, bytes by their states
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,10 +75,10 @@ def _of_results(model: Model) -> Iterator[Row]:
         at = model.buffers.position.get(op.node.id)
         for o in op.results if at is not None else ():
             v, g = model.var("operation", op.node.id), model.var("group", o.group)
-            yield from _row(at, at, v, g, model.result_tables(op, o)[2])
+            yield from in_order(at, at, v, g, model.result_tables(op, o)[2])
             begin = filled_at(model, op, at)
             if begin < at:
-                yield from _row(begin, at - 1, v, g, model.cached(("whole", v, g, o.value), lambda op=op, o=o: _as_made(model, op, o)))
+                yield from in_order(begin, at - 1, v, g, model.cached(("whole", v, g, o.value), lambda op=op, o=o: _as_made(model, op, o)))
 
 
 def _shared(model: Model) -> Iterator[Row]:
@@ -89,7 +87,7 @@ def _shared(model: Model) -> Iterator[Row]:
         group, own = model.groups.place[number]
         key = model.var("group", group), own, model.var("group", view), dims
         share = model.cached(("shared", *key), lambda key=key: _moved(model, *key))
-        yield from _row(begin, end, key[0], key[2], value_bytes(model.values[number]) * share)
+        yield from in_order(begin, end, key[0], key[2], value_bytes(model.values[number]) * share)
 
 
 def _passed(model: Model) -> Iterator[Row]:
@@ -102,7 +100,7 @@ def _passed(model: Model) -> Iterator[Row]:
         again = model.chip.platform == "gpu" and begin < end
         key = "passed", a, b, e.dims, e.reduced, again
         share = model.cached(key, lambda e=e, a=a, b=b, again=again: _passed_share(model, e, model.states[a], model.states[b], again=again))
-        yield from _row(begin, end, a, b, value_bytes(model.values[e.result if e.node in model.narrowing else e.value]) * share)
+        yield from in_order(begin, end, a, b, value_bytes(model.values[e.result if e.node in model.narrowing else e.value]) * share)
 
 
 def _passed_share(model: Model, e: Edge, source: np.ndarray, target: np.ndarray, *, again: bool) -> np.ndarray:
@@ -164,8 +162,3 @@ def filled_at(model: Model, op: Operation, at: int) -> int:
 
 
 _ROWS = (_of_results, _shared, _passed, beside_loops, beside_results, cut_results)
-
-
-def _row(begin: int, end: int, a: int, b: int, table: np.ndarray) -> Iterator[Row]:
-    if a != b and table.any():
-        yield (begin, end, a, b, table) if a < b else (begin, end, b, a, table.T)

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from jaxauto.solve.model import Model
 
 
+Row = tuple[int, int, int, int, np.ndarray]  # first position, last, two variables in their order, bytes by their states
+
+
 class _Passage(NamedTuple):
     """An array's way between two variables; ``dims`` of each are its dimensions there, ``late``: the copy comes after the collective."""
 
@@ -71,25 +74,28 @@ def ending(model: Model) -> Iterator[Edge]:
     return (e for e in model.groups.edges if e.node < 0 and e.value in model.final)
 
 
-def beside_results(model: Model) -> Iterator[tuple[int, int, int, int, np.ndarray]]:
+def in_order(begin: int, end: int, a: int, b: int, table: np.ndarray) -> Iterator[Row]:
+    """The row of two variables in their order; none where nothing is held, or both are one."""
+    if a != b and table.any():
+        yield (begin, end, a, b, table) if a < b else (begin, end, b, a, table.T)
+
+
+def beside_results(model: Model) -> Iterator[Row]:
     """(first position, last, two variables in their order, bytes by their states) of copies of results at the end of a step."""
     begin, end = update_begins(model), model.buffers.length - 1
     for e in ending(model) if model.chip.platform in AT_ODDS else ():
         key = _of_edge(model, e)
         table = model.cached(("beside", *key), lambda key=key: copied(model, key))
-        a, b = key.source, key.target
-        if table.any() and a != b:
-            yield (begin, end, a, b, table) if a < b else (begin, end, b, a, table.T)
+        yield from in_order(begin, end, key.source, key.target, table)
 
 
-def cut_results(model: Model) -> Iterator[tuple[int, int, int, int, np.ndarray]]:
+def cut_results(model: Model) -> Iterator[Row]:
     """The same of momentum that an update makes whole, though a device returns a part of it: it is written for what else reads it."""
     begin, end = update_begins(model), model.buffers.length - 1
     for e in made_beside(model):
-        a, b, key = model.var("group", e.source), model.var("group", e.target), _of_edge(model, e)
+        key = _of_edge(model, e)
         table = model.cached(("cut", *key), lambda key=key: _cut(model, key))
-        if table.any() and a != b:
-            yield (begin, end, a, b, table) if a < b else (begin, end, b, a, table.T)
+        yield from in_order(begin, end, key.source, key.target, table)
 
 
 def made_beside(model: Model) -> list[Edge]:
@@ -124,7 +130,7 @@ def _update_begins(model: Model) -> int:
     return min((position[n.id] for n in model.groups.graph.nodes if done < position.get(n.id, 0) and set(n.outputs) & late), default=last)
 
 
-def beside_loops(model: Model) -> list[tuple[int, int, int, int, np.ndarray]]:
+def beside_loops(model: Model) -> list[Row]:
     """(first position, last, two variables in their order, bytes by their states) of copies of stacks of weights that loops read.
 
     A stack is copied once, before the first loop that wants it so, and lives until the last of them has run.
@@ -132,7 +138,7 @@ def beside_loops(model: Model) -> list[tuple[int, int, int, int, np.ndarray]]:
     return model.cached(("beside loops", model.variant), lambda: list(_beside_loops(model)) if model.chip.platform in COPIES_PIECES else [])
 
 
-def _beside_loops(model: Model) -> Iterator[tuple[int, int, int, int, np.ndarray]]:
+def _beside_loops(model: Model) -> Iterator[Row]:
     done: dict[int, int] = {}
     for read in readings(model.variant, model.groups):
         begin, end, stack = read[:3]
@@ -141,9 +147,7 @@ def _beside_loops(model: Model) -> Iterator[tuple[int, int, int, int, np.ndarray
         key = _fetch(model, read, value_bytes(model.values[stack]))
         table = model.cached(("beside", *key), lambda key=key: copied(model, key))
         begin, done[stack] = done.get(stack, begin - 1) + 1, end
-        a, b = key.source, key.target
-        if table.any():
-            yield (begin, end, a, b, table) if a < b else (begin, end, b, a, table.T)
+        yield from in_order(begin, end, key.source, key.target, table)
 
 
 def _fetch(model: Model, read: Reading, bytes_: float) -> _Passage:
