@@ -81,6 +81,7 @@ class Remat:
         self.operations = {op.node.id: op for op in groups.operations}
         self._variants: dict[tuple, Variant] = {}
         self._rules: dict[int, tuple[Any, OpRule]] = {}
+        self.forms = [form(block) for block in self.blocks]
         self.drops = self._drops()
 
     def levels(self) -> list[Level]:
@@ -136,8 +137,8 @@ class Remat:
         """For each block its residuals in the order that they are dropped in; alike blocks are solved once, by places of values."""
         solved: dict[tuple, tuple[list[Drop], dict[int, int]]] = {}
         found: list[list[Drop]] = []
-        for block in self.blocks:
-            key, made = form(block), [out for node in block.forward for out in node.outputs]
+        for block, key in zip(self.blocks, self.forms, strict=True):
+            made = [out for node in block.forward for out in node.outputs]
             if key not in solved:
                 solved[key] = frontier(block, self.again_seconds, self._kind), {v: k for k, v in enumerate(made)}
             drops, place = solved[key]

@@ -36,6 +36,7 @@ from jaxauto.solve.live import timeline
 from jaxauto.solve.milp import solve_milp
 from jaxauto.solve.model import Model, Program
 from jaxauto.solve.remat import Level, Remat, Variant
+from jaxauto.solve.swaps import Kept, swapped
 from jaxauto.solve.tighten import TOLERANCE, Effort, least_bytes, near, priced_room, tighten
 from jaxauto.strategies import shards
 
@@ -52,7 +53,7 @@ _MIXED = -1  # the number of the level whose blocks keep unalike
 _GAP = 0.005  # relative gap under which no MILP is asked
 _MIXES = 8  # choices of a chain that are tried, each for less room; half as many for a large program
 _PATIENCE = 2  # mixtures of blocks that are no better, before less room is given up
-_CLOSER, _AROUND = 3, 8  # times that levels between are looked at, and how many of them
+_CLOSER, _AROUND = 3, 24  # times that levels between are looked at, and how many of them
 _BEHIND = 1.05  # times the seconds of an answer on another mesh: where that is not worth it
 _DESCENTS = 3  # each with the peak of the one before as a further row
 _SMALL = 300  # states in all: up to that the optimum is sought even where the gap is less
@@ -143,8 +144,9 @@ class Search:
             dear = found[0].seconds / found[0].peak_bytes
             self.written += [self._priced(model, 0, share * dear, budget_bytes).x for share in _PRICES]
         else:
-            same = (x for x in self.written if len(x) == len(model.problem.sizes))
-            found += [self.candidate(model, x, number) for x in same]
+            seen = {c.x.tobytes() for c in found}
+            same = {x.tobytes(): x for x in self.written if len(x) == len(model.problem.sizes)}
+            found += [self.candidate(model, x, number) for key, x in same.items() if key not in seen]
         yield from found
         fitting = [c for c in found if c.peak_bytes <= budget_bytes]
         if fitting:
@@ -278,6 +280,7 @@ class Search:
             mixed = mixed and self._descended(mixed, budget_bytes)
             if mixed is not None and mixed.seconds < found.best.seconds:
                 found.best, self.models[_MIXED] = mixed, mixed.model
+        self._swap(found, levels, budget_bytes)
         if _MIXED in self.models:  # a program of its own, with a bound of its own
             problem = self.models[_MIXED].problem
             self.bounds[_MIXED] = max(eliminate(*problem.priced(mu, {})).bound for mu in MU)
@@ -295,6 +298,21 @@ class Search:
         if behind:
             self._close(found, budget_bytes)  # it may be ahead now
         found.seconds_spent["milp"] = time.monotonic() - started
+
+    def _swap(self, found: Found, levels: list[Level], budget_bytes: float) -> None:
+        """What the best answer keeps, changed value by value (``swaps.py``), is a level too: sharded anew."""
+        best = found.best
+        assert best is not None
+        if not self.remat.blocks or len(levels) < 2 or best.seconds > self.rival * _BEHIND:
+            return
+        make = functools.partial(self._keeping, best, offloaded=best.variant.offloaded)
+        better = swapped(self.remat, best, make, budget_bytes, self.mesh.num_devices, self.out_of_time)
+        if better is best:
+            return
+        levels.append(Level(levels[best.level].threshold, better.variant.kept, better.variant.offloaded, better.variant.remade))
+        offers = [c for c in self._offers(len(levels) - 1, levels[-1], budget_bytes) if c.peak_bytes <= budget_bytes]
+        found.fitting += [better, *offers]
+        found.best = min([better, *offers], key=lambda c: c.seconds)
 
     def _bases(self, found: Found) -> list[Candidate]:
         """Answers to let blocks differ in: the best one; where rewriting is quick of other levels too, and sharded as without pressure."""
@@ -379,6 +397,10 @@ class Search:
         """The sharding of ``base`` with block ``b`` kept as ``levels[choice[b]]`` keeps it."""
         kept = tuple(levels[c].kept[b] for b, c in enumerate(choice))
         offloaded = frozenset().union(*(levels[c].offloaded & self.remat.values_of(b) for b, c in enumerate(choice)))
+        return self._keeping(base, kept, offloaded)
+
+    def _keeping(self, base: Candidate, kept: Kept, offloaded: frozenset[int]) -> Candidate:
+        """The sharding of ``base`` where blocks keep something else."""
         return self.candidate(self.model(self.remat.variant(kept, offloaded, base.variant.remade)), base.x, base.level)
 
     def options(self, base: Candidate, levels: list[Level], *, waiting: bool = False) -> list[list[Option]]:
