@@ -10,7 +10,7 @@ Under a budget M with multipliers λ_r ≥ 0 on memory rows and μ ∈ [0, 1] on
 is one elimination (``eliminate.py``); its minimiser is a candidate, its value a lower bound. λ is raised until the candidate fits and
 then bisected; the rows are the peaks that candidates show (cutting planes). What gap is left then is closed by ``tighten.py``, as far
 as its work goes; where it is not, a MILP over the states near the best answer is asked. Answers go down by single changes (``descend.py``);
-where no level fits, what lies between blocks is made again too (``nested.py``).
+and so does what blocks keep (``swaps.py``). Where no level fits, what lies between blocks is made again too (``nested.py``).
 """
 
 from __future__ import annotations
@@ -130,23 +130,26 @@ class Search:
             closer = min(near, key=lambda c: c.seconds, default=best)
             if closer.seconds >= best.seconds * (1 - TOLERANCE):
                 return
-            levels.append(Level(levels[best.level].threshold, closer.variant.kept, best.variant.offloaded, best.variant.remade))
-            found = [c for c in self._offers(len(levels) - 1, levels[-1], budget_bytes) if c.peak_bytes <= budget_bytes]
+            found = self._anew(closer, levels, budget_bytes)
             yield from found
             best = min([best, *found], key=lambda c: c.seconds)
+
+    def _anew(self, like: Candidate, levels: list[Level], budget_bytes: float) -> list[Candidate]:
+        """What fits of the candidates that keep what ``like`` does: a level of its own, which is added to ``levels``."""
+        levels.append(Level(levels[like.level].threshold, like.variant.kept, like.variant.offloaded, like.variant.remade))
+        return [c for c in self._offers(len(levels) - 1, levels[-1], budget_bytes) if c.peak_bytes <= budget_bytes]
 
     def _offers(self, number: int, level: Level, budget_bytes: float) -> Iterator[Candidate]:
         """The candidates of a level, what a descent from the best leads to, and shardings as written where that does not fit."""
         found = self.level(number, level, budget_bytes)
         model = self.models[number]
         if number == 0 and found[0].peak_bytes > budget_bytes:
-            self.written = [min((descend(model.problem, x) for x in self.answers[0]), key=model.problem.seconds)]
+            fastest = min((descend(model.problem, x) for x in self.answers[0]), key=model.problem.seconds)
             dear = found[0].seconds / found[0].peak_bytes
-            self.written += [self._priced(model, 0, share * dear, budget_bytes).x for share in _PRICES]
+            priced = (self._priced(model, 0, share * dear, budget_bytes).x for share in _PRICES)
+            self.written = list({x.tobytes(): x for x in (fastest, *priced)}.values())
         else:
-            seen = {c.x.tobytes() for c in found}
-            same = {x.tobytes(): x for x in self.written if len(x) == len(model.problem.sizes)}
-            found += [self.candidate(model, x, number) for key, x in same.items() if key not in seen]
+            found += [self.candidate(model, x, number) for x in self.written if len(x) == len(model.problem.sizes)]
         yield from found
         fitting = [c for c in found if c.peak_bytes <= budget_bytes]
         if fitting:
@@ -233,13 +236,11 @@ class Search:
 
     def candidate(self, model: Model, x: np.ndarray, level: int) -> Candidate:
         live = timeline(model, x)
-        self._add_row(model, int(live.argmax()))
+        peak = int(live.argmax())
+        if all(row.position != peak for row in model.problem.rows):
+            model.problem.rows.append(model.memory_row(peak))
         self.answers[level].append(x)
         return Candidate(model, x, model.problem.seconds(x), float(live.max()), level)
-
-    def _add_row(self, model: Model, position: int) -> None:
-        if all(row.position != position for row in model.problem.rows):
-            model.problem.rows.append(model.memory_row(position))
 
     def out_of_time(self) -> bool:
         return time.monotonic() > self.deadline
@@ -280,7 +281,8 @@ class Search:
             mixed = mixed and self._descended(mixed, budget_bytes)
             if mixed is not None and mixed.seconds < found.best.seconds:
                 found.best, self.models[_MIXED] = mixed, mixed.model
-        self._swap(found, levels, budget_bytes)
+        found.fitting += self._swap(found.best, levels, budget_bytes)
+        found.best = min([found.best, *found.fitting], key=lambda c: c.seconds)
         if _MIXED in self.models:  # a program of its own, with a bound of its own
             problem = self.models[_MIXED].problem
             self.bounds[_MIXED] = max(eliminate(*problem.priced(mu, {})).bound for mu in MU)
@@ -299,20 +301,13 @@ class Search:
             self._close(found, budget_bytes)  # it may be ahead now
         found.seconds_spent["milp"] = time.monotonic() - started
 
-    def _swap(self, found: Found, levels: list[Level], budget_bytes: float) -> None:
-        """What the best answer keeps, changed value by value (``swaps.py``), is a level too: sharded anew."""
-        best = found.best
-        assert best is not None
+    def _swap(self, best: Candidate, levels: list[Level], budget_bytes: float) -> list[Candidate]:
+        """Candidates that keep what ``best`` does but for some values (``swaps.py``), where that is faster; their level is added."""
         if not self.remat.blocks or len(levels) < 2 or best.seconds > self.rival * _BEHIND:
-            return
+            return []
         make = functools.partial(self._keeping, best, offloaded=best.variant.offloaded)
         better = swapped(self.remat, best, make, budget_bytes, self.mesh.num_devices, self.out_of_time)
-        if better is best:
-            return
-        levels.append(Level(levels[best.level].threshold, better.variant.kept, better.variant.offloaded, better.variant.remade))
-        offers = [c for c in self._offers(len(levels) - 1, levels[-1], budget_bytes) if c.peak_bytes <= budget_bytes]
-        found.fitting += [better, *offers]
-        found.best = min([better, *offers], key=lambda c: c.seconds)
+        return [] if better is best else [better, *self._anew(better, levels, budget_bytes)]
 
     def _bases(self, found: Found) -> list[Candidate]:
         """Answers to let blocks differ in: the best one; where rewriting is quick of other levels too, and sharded as without pressure."""
@@ -405,8 +400,5 @@ class Search:
 
     def options(self, base: Candidate, levels: list[Level], *, waiting: bool = False) -> list[list[Option]]:
         """For each block what it costs under each level, with the shardings of ``base``; ``waiting``: transfers hide behind nothing."""
-        pieces = functools.cache(lambda number: self._pieces(base, number))
+        pieces = functools.cache(lambda number: float(shards(base.model.position(base.x, number)[None], self.mesh.sizes)[0]))
         return choices(self.remat, levels, pieces, self.chip.host_bandwidth if waiting else None)
-
-    def _pieces(self, candidate: Candidate, number: int) -> float:
-        return float(shards(candidate.model.position(candidate.x, number)[None], self.mesh.sizes)[0])

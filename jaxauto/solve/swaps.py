@@ -20,7 +20,7 @@ from jaxauto.solve.tighten import TOLERANCE
 
 _LEAST = 2e-4  # of a step's time: what a swap has to promise to be tried
 _MOST = 48  # answers that are looked at
-_VALUES = 100_000  # that are rewritten for them in all: fewer answers of a large program
+_VALUES = 60_000  # that are rewritten for them in all: fewer answers of a large program
 _PATIENCE = 16  # answers in a row that are no better, before the rest is left
 _PAIRED = 4  # swaps without room, and what each is tried with
 

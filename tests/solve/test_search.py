@@ -104,7 +104,7 @@ def test_never_worse_than_sharding_first():
 def test_what_lies_between_the_levels_is_looked_at_where_memory_is_plenty(monkeypatch):
     """What takes less time to make again than to read goes, what does not stays, wherever the levels happen to lie."""
     step, args = STEPS["transformer_scan"]()
-    monkeypatch.setattr(Search, "_swap", lambda *_: None)
+    monkeypatch.setattr(Search, "_swap", lambda *_: [])
     found = {}
     for closer in (0, search_module._CLOSER):
         monkeypatch.setattr(search_module, "_CLOSER", closer)
