@@ -5,8 +5,8 @@ dimension, the other operand whole. One operand is transposed before the loop (`
 is small, that may be full, and memory is set aside for it. The other one stays on chip if it is small; else, if the first leaves room, it
 is brought there, whole, for every second dot, while the dot before it leaves time for that. The pieces are added up on chip as long as
 there is room. Of a batch the pieces' part is copied out of its operand instead, nothing stays on chip, and the pieces pass through HBM.
-What another dot would make of its operands as it reads them (``made_inside``) is written before the loop, unless it stays on chip, and
-takes memory until then.
+What another dot would make of its operands as it reads them (``made_inside``) is written before the loop, unless it stays on chip. For the
+gradient of a weight it is written where it is first made, in the forward pass, and takes memory from there on.
 Convolutions, whose weights' gradients are scattered, are taken apart too (seen in a U-Net): the pieces' part has few features, so tiles
 are mostly empty, and is written and read.
 
@@ -50,7 +50,7 @@ def windowed(
     mesh: MeshAxes,
     chip: Any,
     inside: Sequence[int] = (),
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
     """Which sums are scattered beside their dot, what the dot takes longer for that, and memory beside its operands.
 
     Args:
@@ -59,12 +59,13 @@ def windowed(
       inside: the operands that are not in memory without a loop.
 
     Returns:
-      ``bool [a, b]``, the seconds of one run and bytes of HBM, ``float [a, b]``.
+      ``bool [a, b]``, the seconds of one run and bytes of HBM, ``float [a, b]``; for each operand what has to be in memory
+      for it.
     """
     shape = len(state), len(target)
-    hidden, extra, beside = np.zeros(shape, bool), np.zeros(shape), np.zeros(shape)
+    hidden, extra, beside, whole = np.zeros(shape, bool), np.zeros(shape), np.zeros(shape), [np.zeros(shape) for _ in op.operands]
     if op.rule.kind not in (Kind.DOT, Kind.CONV) or len(op.operands) != 2 or mesh.windows is None:
-        return hidden, extra, beside
+        return hidden, extra, beside, whole
     count = np.where(partial, np.asarray(mesh.sizes, float), 1.0).prod(-1)
     flops = matrix_seconds(op, values, state, mesh.sizes, chip)
     *sizes, added = (operand_bytes(o, op, values, state, mesh.sizes, chip) for o in (*op.operands, result))
@@ -80,8 +81,8 @@ def windowed(
         rows = np.nonzero(fits & ~(here == d).any(-1))[0]
         pairs = (~partial[rows][:, None] | (target == d)[None]).all(-1)
         (cut,) = has
-        written = made[1 - cut] + np.where(batch, 0.0, made[cut])  # of a batch it is made as its pieces are copied out
-        held = written
+        needed = [~(batch & (k == cut)) for k in range(2)]  # of a batch it is made as its pieces are copied out
+        held = written = sum(n * m for n, m in zip(needed, made, strict=True))
         if op.rule.kind is Kind.CONV:
             loop = _loop_of_convolution(sizes[cut], sizes[1 - cut], added, flops, count, values[result.value].shape[d], chip)
         else:
@@ -94,7 +95,9 @@ def windowed(
         hidden[rows] |= pairs
         beside[rows] += pairs * np.broadcast_to(held, len(state))[rows][:, None]
         extra[rows] += pairs * longer[rows][:, None]
-    return hidden, extra, beside
+        for k in inside:
+            whole[k][rows] += pairs * (needed[k] * sizes[k])[rows][:, None]
+    return hidden, extra, beside, whole
 
 
 def _loop(cut: int, turned: np.ndarray, copied: np.ndarray, sizes: list, added, flops, count, chip: Any) -> np.ndarray:
@@ -161,14 +164,15 @@ def made_inside(groups: Groups, held: Set[int]) -> frozenset[int]:
     found = set()
     for x in {o.value for op in groups.operations if op.rule.kind is Kind.DOT for o in op.operands}:
         at: Any = x
-        while at not in held and _is_view(groups, at):
+        while at not in held and is_view(groups, at):
             at = groups.graph.values[at].producer.inputs[0]
         if at not in held:
             found.add(x)
     return frozenset(found)
 
 
-def _is_view(groups: Groups, number: Any) -> bool:
+def is_view(groups: Groups, number: Any) -> bool:
+    """Whether a value is a view of another one, or that transposed."""
     node = groups.graph.values[number].producer if isinstance(number, int) else None
     rule = groups.rules.get(node.id) if node is not None else None
     return rule is not None and bool(node.inputs) and (rule.kind is Kind.VIEW or node.prim == "transpose")

@@ -13,7 +13,8 @@ import numpy as np
 
 from jaxauto.cost.compute import factor_dims
 from jaxauto.cost.turning import turned
-from jaxauto.graph import value_bytes
+from jaxauto.cost.windowed import is_view
+from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.positions import edge_layout, moved_share
 from jaxauto.solve.turns import Row, beside_loops, beside_results, cut_results, in_order, update_begins
@@ -79,6 +80,40 @@ def _of_results(model: Model) -> Iterator[Row]:
             begin = filled_at(model, op, at)
             if begin < at:
                 yield from in_order(begin, at - 1, v, g, model.cached(("whole", v, g, o.value), lambda op=op, o=o: _as_made(model, op, o)))
+
+
+def _made_early(model: Model) -> Iterator[Row]:
+    """What is in memory for a windowed einsum alone, from where it is made up to the einsum."""
+    for op, k, begin, end in made_early(model):
+        for o in op.results:
+            v, g = model.var("operation", op.node.id), model.var("group", o.group)
+            yield from in_order(begin, end, v, g, model.result_tables(op, o)[3][k])
+
+
+def made_early(model: Model) -> list[tuple[Operation, int, int, int]]:
+    """(dot, which of its operands it makes as it reads, positions from where that is made up to the dot): of a value its last dot.
+
+    Of the backward pass, what the forward pass makes: what is made in the same pass is there briefly, and mostly on chip.
+    """
+    return model.cached(("made early", model.variant), lambda: _made_for_dots(model)) if model.mesh.windows else []
+
+
+def _made_for_dots(model: Model) -> list[tuple[Operation, int, int, int]]:
+    rewritten, position = model.variant.rewritten, model.buffers.position
+    graph = rewritten.graph
+    nodes = {node.id: node for node in walk(graph)}
+    last: dict[int, tuple[Operation, int, int, int]] = {}
+    for op in model.groups.operations:
+        for k in model.inside(op) if op.node.id in position and op.node.backward else ():
+            number = nodes[op.node.id].inputs[k]
+            node = graph.values[number].producer
+            while node is not None and is_view(model.groups, rewritten.origin.get(number, number)):
+                number = node.inputs[0]
+                node = graph.values[number].producer if isinstance(number, int) else None
+            end = position[op.node.id] - 1
+            if node is not None and not node.backward and position.get(node.id, end) < end and (number not in last or last[number][3] < end):
+                last[number] = op, k, position[node.id], end
+    return list(last.values())
 
 
 def _shared(model: Model) -> Iterator[Row]:
@@ -161,4 +196,4 @@ def filled_at(model: Model, op: Operation, at: int) -> int:
     return min(model.buffers.loop_start.get(n.id, model.buffers.position[n.id]) for n in straight)
 
 
-_ROWS = (_of_results, _shared, _passed, beside_loops, beside_results, cut_results)
+_ROWS = (_of_results, _made_early, _shared, _passed, beside_loops, beside_results, cut_results)

@@ -267,7 +267,7 @@ class Answer:
             seconds = max(seconds, operation_flops(op) / split / (chip.flops_efficiency * chip.peak_flops(dtype)))
         return seconds
 
-    def windowed(self, op: Operation, o: Operand) -> tuple[float, float] | None:
+    def windowed(self, op: Operation, o: Operand) -> tuple[float, float, dict[int, float]] | None:
         """See ``ring``."""
         return ring(self.model, op, o, self.operation[op.node.id], self.partial(op, o), self.holder(o))
 

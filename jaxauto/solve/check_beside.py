@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from jaxauto.graph import value_bytes
 from jaxauto.groups import Operation
-from jaxauto.solve.beside import FILLED, passed_edges, shared_operands
+from jaxauto.solve.beside import FILLED, made_early, passed_edges, shared_operands
 from jaxauto.solve.check_turns import copies_of_results, is_turned, made_whole
 from jaxauto.solve.stacked import readings
 from jaxauto.solve.turns import update_begins
@@ -21,6 +21,7 @@ def held_beside(answer: Answer) -> Iterator[tuple[int, int, float]]:
     """(first position, last, bytes of one device) of what is there beside buffers."""
     last = answer.model.buffers.length - 1
     yield from _of_results(answer)
+    yield from _made_early(answer)
     yield from _shared(answer)
     yield from _passed(answer)
     yield from _stacks(answer)
@@ -37,12 +38,19 @@ def _of_results(answer: Answer) -> Iterator[tuple[int, int, float]]:
         for o in op.results if at is not None else ():
             here, there = answer.operand(op, o), answer.holder(o)
             if model.mesh.windows:
-                yield at, at, (answer.windowed(op, o) or (0.0, 0.0))[1]
+                yield at, at, (answer.windowed(op, o) or (0.0, 0.0, {}))[1]
             elif any(there[a] != WHOLE for a in answer.partial(op, o)):
                 yield at, at, answer.bytes_of(o.value) / answer.pieces(here)
             begin = _filled(answer, op, at)
             if begin < at:
                 yield begin, at - 1, value_bytes(model.values[o.value]) / answer.pieces(here)
+
+
+def _made_early(answer: Answer) -> Iterator[tuple[int, int, float]]:
+    """What is in memory for a windowed einsum alone, up to the einsum."""
+    for op, k, begin, end in made_early(answer.model):
+        for o in op.results:
+            yield begin, end, (answer.windowed(op, o) or (0.0, 0.0, {}))[2].get(k, 0.0)
 
 
 def _shared(answer: Answer) -> Iterator[tuple[int, int, float]]:

@@ -30,8 +30,10 @@ from jaxauto.targets.chip import Chip
 
 def ring(
     model: Model, op: Operation, result: Operand, state: tuple[int, ...], partial: Collection[int], there: tuple[int, ...]
-) -> tuple[float, float] | None:
-    """Seconds that one run of a dot takes longer, bytes that it has copied; None: its sum is waited for.
+) -> tuple[float, float, dict[int, float]] | None:
+    """Seconds that one run of a dot takes longer, bytes that it has copied, bytes of operands (by number) that have to be in memory for it.
+
+    None: its sum is waited for.
 
     Args:
       state: for each mesh axis the factor of ``op`` that it splits. partial: axes over which ``result`` is summed.
@@ -67,18 +69,19 @@ def ring(
     moved, added = [held(o) for o in op.operands], held(result)
     apart = max(flops, traffic_seconds(sum(moved) + added, chip))
     batch = math.prod(n for f, n in op.factors if f in shared) / pieces(shared) > 1
-    written = [k for k in model.inside(op) if moved[k] > SMALL * chip.vmem_bytes and not (batch and k == cut[0])]
+    whole_ones = {k: moved[k] for k in model.inside(op) if not (batch and k == cut[0])}
+    written = [k for k in whole_ones if moved[k] > SMALL * chip.vmem_bytes]
     first, made_before = traffic_seconds(sum(WRITTEN * moved[k] for k in written), chip), sum(moved[k] for k in written)
     part, whole = moved[cut[0]], moved[1 - cut[0]]
     if op.rule.kind is Kind.CONV:
         features = model.values[result.value].shape[d]
         more = count * math.ceil(features / count / LANES) / math.ceil(features / LANES)
         longer = max(flops, traffic_seconds(WRITTEN * more * part + count / PIECES * whole + added, chip))
-        return max(longer - apart, 0.0) + first, made_before
+        return max(longer - apart, 0.0) + first, made_before, whole_ones
     if batch:
         longer = max(flops, traffic_seconds(part + count / PIECES * whole + added, chip))
         longer += traffic_seconds(ADDED_UP_IN_BATCH * added + COPIED * part, chip)
-        return max(longer - apart, 0.0) + first, made_before
+        return max(longer - apart, 0.0) + first, made_before, whole_ones
     turned, copied = cut[0], False
     own = [(found & made) - shared for found in of]
     if all(own):
@@ -92,7 +95,7 @@ def ring(
             turned = int((result.dims[last][1] in own[1]) != lanes)
     longer = _loop(moved, turned, cut[0], added, flops, count, chip, copied=copied)
     beside = {*written, turned} if copied and moved[turned] > SMALL * chip.vmem_bytes else {*written}
-    return max(longer - apart, 0.0) + first, sum(moved[k] for k in beside)
+    return max(longer - apart, 0.0) + first, sum(moved[k] for k in beside), whole_ones
 
 
 def padding(

@@ -310,7 +310,7 @@ class Model:
                 first.setdefault(key, (op, o))
         for key, times in count.items():
             v, g, *_, resource, shadow = key
-            passage, longer, _ = self.result_tables(*first[key])
+            passage, longer, *_ = self.result_tables(*first[key])
             self._add_passage(resource, v, g, times, passage, shadow)
             if longer.any():
                 self.problem.add_pair("compute", v, g, times * longer)
@@ -319,22 +319,22 @@ class Model:
         layouts = self.var("operation", op.node.id), self.var("group", o.group), factor_dims(op, o), tuple(d for d, _ in o.dims)
         return *layouts, reduced_factors(op, o), self.passage_bytes(o.value), self.inside(op), self.summed_once.get(o.value, 1)
 
-    def result_tables(self, op: Operation, o: Operand) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of the passage from a strategy to the group of a result; seconds that a windowed einsum takes more; bytes beside the result."""
+    def result_tables(self, op: Operation, o: Operand) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Of the passage from a strategy to the group of a result; of ``windowed``, whose bytes elsewhere are those beside the result."""
         key = self._result_key(op, o)
         return self.cached(("result", *key), lambda: self._result_tables(op, o, *key))
 
     def _result_tables(self, op: Operation, o: Operand, v: int, g: int, factors, dims, reduced, bytes_: float, inside, trips: int) -> tuple:
         partial = np.isin(self.states[v], reduced) if reduced else np.zeros(self.states[v].shape, bool)
         target = project(self.states[g], dims)
-        scattered, longer, copied = windowed(op, o, self.values, self.states[v], target, partial, self.mesh, self.chip, inside)
+        scattered, longer, copied, made = windowed(op, o, self.values, self.states[v], target, partial, self.mesh, self.chip, inside)
         source = project(self.states[v], factors)
         tables = passage_tables(source, target, bytes_, self.mesh, partial, scattered)
         if not self.mesh.windows:
             copied = unscattered(source, target, partial, bytes_, self.mesh.sizes)
         if trips > 1:  # what is summed whole and stays where it is, is summed after the loop
             tables[:, (source[:, None] == target).all(-1)] /= trips
-        return tables, longer, copied
+        return tables, longer, copied, made
 
     def inside(self, op: Operation) -> tuple[int, ...]:
         """Operands of a dot that are made as they are read."""

@@ -39,7 +39,7 @@ def asked(target, shape, local, state, goes_to, batch=1, dtype=jnp.bfloat16, mes
     of["k"] = names[reduced_factors(op, result)[0]]
     row = np.array([[names.index(of[f]) if f else WHOLE for f in state]], np.int8)
     partial = np.isin(row, reduced_factors(op, result))
-    hidden, extra, _ = windowed(op, result, groups.graph.values, row, np.array([goes_to], np.int8), partial, mesh, target.chip)
+    hidden, extra, *_ = windowed(op, result, groups.graph.values, row, np.array([goes_to], np.int8), partial, mesh, target.chip)
     own = operation_seconds(op, groups.graph.values, row, mesh.sizes, target.chip)
     return bool(hidden[0, 0]), float(extra[0, 0]), float(own[0]), target.chip
 
@@ -143,7 +143,7 @@ def test_a_convolution_is_taken_apart_into_few_features():
     batch = op.operands[0].dims[0][1]  # as the operands lie, "C" is the sequence: what the gradient is summed over
     row, there = np.array([[names.index(batch)]], np.int8), np.array([[2], [3]], np.int8)
     assert names.index(batch) in reduced_factors(op, result)
-    hidden, extra, _ = windowed(op, result, groups.graph.values, row, there, np.ones((1, 1), bool), mesh, target.chip)
+    hidden, extra, *_ = windowed(op, result, groups.graph.values, row, there, np.ones((1, 1), bool), mesh, target.chip)
     per_byte = 1 / (target.chip.bandwidth_efficiency * target.chip.hbm_bandwidth)
     part, added = x.size * 2 / 8, 9 * 64 * 64 * 2
     own = operation_seconds(op, groups.graph.values, row, mesh.sizes, target.chip)[0]
