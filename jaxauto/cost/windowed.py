@@ -17,6 +17,7 @@ result over one link. All other sums are waited for.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence, Set
 from typing import Any
 
@@ -49,14 +50,14 @@ def windowed(
     partial: np.ndarray,
     mesh: MeshAxes,
     chip: Any,
-    inside: Sequence[int] = (),
+    inside: Sequence[tuple[int, bool]] = (),
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
     """Which sums are scattered beside their dot, what the dot takes longer for that, and memory beside its operands.
 
     Args:
       state: ``[a, axes]`` positions in ``op.factors``. target: ``[b, axes]`` in the result's dimensions.
       partial: ``bool [a, axes]``, axes along which the result is a term of a sum.
-      inside: the operands that are not in memory without a loop.
+      inside: the operands that are not in memory without a loop, and whether another dot reads them too.
 
     Returns:
       ``bool [a, b]``, the seconds of one run and bytes of HBM, ``float [a, b]``; for each operand what has to be in memory
@@ -73,7 +74,9 @@ def windowed(
     here = project(state, factor_dims(op, result))
     apart = np.maximum(flops, traffic_seconds(sum(sizes) + added, chip))
     batch = _batch(op, state, mesh) > 1
-    made = [s * ((k in inside) & (s > SMALL * chip.vmem_bytes)) for k, s in enumerate(sizes)]
+    also = dict(inside)
+    made = [s * ((k in also) & (s > SMALL * chip.vmem_bytes)) for k, s in enumerate(sizes)]
+    once = [0.0 if also.get(k) else m for k, m in enumerate(made)]
     for d, (_, factor) in enumerate(result.dims):
         has = [k for k, o in enumerate(op.operands) if any(f == factor for _, f in o.dims)]
         if len(has) != 1:
@@ -89,13 +92,13 @@ def windowed(
             turned = _turned(op, result, values, d, here, count, mesh, cut if chip.name in TURNS_CUT else None)
             one = _loop(cut, np.where(turned < 0, cut, turned), turned >= 0, sizes, added, flops, count, chip)
             loop = np.where(batch, _loop_of_batch(sizes[cut], sizes[1 - cut], added, flops, count, chip), one)
-            copy, anyway = (np.choose(np.maximum(turned, 0), of) * ((turned >= 0) & ~batch) for of in (sizes, made))
-            held = written - anyway + copy * (copy > SMALL * chip.vmem_bytes)  # what is turned is made so
+            copy, anyway = (np.choose(np.maximum(turned, 0), of) * ((turned >= 0) & ~batch) for of in (sizes, once))
+            held = written - anyway + copy * (copy > SMALL * chip.vmem_bytes)  # what is turned is made so, unless another dot reads it
         longer = np.maximum(loop - apart, 0.0) + traffic_seconds(WRITTEN * written, chip)
         hidden[rows] |= pairs
         beside[rows] += pairs * np.broadcast_to(held, len(state))[rows][:, None]
         extra[rows] += pairs * longer[rows][:, None]
-        for k in inside:
+        for k in also:
             whole[k][rows] += pairs * (needed[k] * sizes[k])[rows][:, None]
     return hidden, extra, beside, whole
 
@@ -159,16 +162,17 @@ def last_dim(result: Operand) -> int:
     return max(d for d, (_, factor) in enumerate(result.dims) if factor)
 
 
-def made_inside(groups: Groups, held: Set[int]) -> frozenset[int]:
-    """Operands of dots that are made as they are read: neither in memory (``held``) nor a view of what is."""
-    found = set()
+def made_inside(groups: Groups, held: Set[int]) -> dict[int, bool]:
+    """Operands of dots that are made as they are read, neither in memory (``held``) nor a view of what is; whether several read them."""
+    readers = Counter(number for op in groups.operations for number in {o.value for o in op.operands})
+    found = {}
     for x in {o.value for op in groups.operations if op.rule.kind is Kind.DOT for o in op.operands}:
         at: Any = x
         while at not in held and is_view(groups, at):
             at = groups.graph.values[at].producer.inputs[0]
         if at not in held:
-            found.add(x)
-    return frozenset(found)
+            found[x] = readers[x] > 1
+    return found
 
 
 def is_view(groups: Groups, number: Any) -> bool:

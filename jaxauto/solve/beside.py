@@ -104,7 +104,7 @@ def _made_for_dots(model: Model) -> list[tuple[Operation, int, int, int]]:
     nodes = {node.id: node for node in walk(graph)}
     last: dict[int, tuple[Operation, int, int, int]] = {}
     for op in model.groups.operations:
-        for k in model.inside(op) if op.node.id in position and op.node.backward else ():
+        for k, _ in model.inside(op) if op.node.id in position and op.node.backward else ():
             number = nodes[op.node.id].inputs[k]
             node = graph.values[number].producer
             while node is not None and is_view(model.groups, rewritten.origin.get(number, number)):

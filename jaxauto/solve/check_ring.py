@@ -69,7 +69,7 @@ def ring(
     moved, added = [held(o) for o in op.operands], held(result)
     apart = max(flops, traffic_seconds(sum(moved) + added, chip))
     batch = math.prod(n for f, n in op.factors if f in shared) / pieces(shared) > 1
-    whole_ones = {k: moved[k] for k in model.inside(op) if not (batch and k == cut[0])}
+    whole_ones = {k: moved[k] for k, _ in model.inside(op) if not (batch and k == cut[0])}
     written = [k for k in whole_ones if moved[k] > SMALL * chip.vmem_bytes]
     first, made_before = traffic_seconds(sum(WRITTEN * moved[k] for k in written), chip), sum(moved[k] for k in written)
     part, whole = moved[cut[0]], moved[1 - cut[0]]
@@ -94,8 +94,10 @@ def ring(
             lanes = model.values[result.value].shape[last] / split % LANES == 0
             turned = int((result.dims[last][1] in own[1]) != lanes)
     longer = _loop(moved, turned, cut[0], added, flops, count, chip, copied=copied)
-    beside = {*written, turned} if copied and moved[turned] > SMALL * chip.vmem_bytes else {*written}
-    return max(longer - apart, 0.0) + first, sum(moved[k] for k in beside), whole_ones
+    beside = sum(moved[k] for k in written)
+    if copied and moved[turned] > SMALL * chip.vmem_bytes and (turned not in written or dict(model.inside(op))[turned]):
+        beside += moved[turned]
+    return max(longer - apart, 0.0) + first, beside, whole_ones
 
 
 def padding(

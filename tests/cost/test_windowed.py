@@ -120,7 +120,7 @@ def test_what_a_dot_makes_as_it_reads_is_written_for_a_loop():
     mesh, (result,) = mesh_axes({"a": 8}, target), op.results
     row = np.array([[reduced_factors(op, result)[0]]], np.int8)
     given = (op, result, groups.graph.values, row, np.array([[1]], np.int8), np.ones((1, 1), bool), mesh, target.chip)
-    longer = windowed(*given, (0,))[1] - windowed(*given)[1]
+    longer = windowed(*given, ((0, False),))[1] - windowed(*given)[1]
     assert longer == pytest.approx(2 * 2 * k * m / (target.chip.bandwidth_efficiency * target.chip.hbm_bandwidth))
 
 
