@@ -111,7 +111,8 @@ def _made_for_dots(model: Model) -> list[tuple[Operation, int, int, int]]:
                 number = node.inputs[0]
                 node = graph.values[number].producer if isinstance(number, int) else None
             end = position[op.node.id] - 1
-            if node is not None and not node.backward and position.get(node.id, end) < end and (number not in last or last[number][3] < end):
+            early = node is not None and not node.backward and position.get(node.id, end) < end
+            if early and (number not in last or last[number][3] < end):
                 last[number] = op, k, position[node.id], end
     return list(last.values())
 
