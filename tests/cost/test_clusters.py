@@ -445,3 +445,21 @@ def test_the_gradient_of_a_tied_embedding_does_not_wait_for_the_scatter(tied):
     graph, buffers = on_tpu(fn, X, X, X, X, jax.ShapeDtypeStruct((32,), jnp.int32))
     dot = next(node for node in graph.nodes if node.prim == "dot_general")
     assert (dot.outputs[0] in buffers.ids) == tied
+
+
+def test_probabilities_that_a_loop_stacks_are_made_of_an_exp_that_is_written():
+    """As compiled for v5p: alone they are made in one fusion with the scores; a fusion with their sum in it does not write into a stack."""
+
+    def probabilities(q, k):
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        e = jnp.exp(scores - jnp.max(scores, -1, keepdims=True))
+        return (e / jnp.sum(e, -1, keepdims=True)).astype(jnp.bfloat16)
+
+    def stacked(q, ks):
+        return jax.lax.scan(lambda c, k: (c, probabilities(c, k)), q, ks)[1]
+
+    q = array(2, 256, 4, 64)
+    graph, buffers = on_tpu(probabilities, q, q)
+    assert "exp" not in made_by(graph, buffers)
+    graph, buffers = on_tpu(stacked, q, array(3, 2, 256, 4, 64))
+    assert "exp" in made_by(graph, buffers)
