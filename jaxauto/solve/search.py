@@ -91,6 +91,8 @@ class Search:
         leanest: Candidate | None = None
         fitting: list[Candidate] = []
         for number, level in enumerate(self._offered(fitting, levels)):
+            if leanest is not None and number < len(levels) - 1 and self.out_of_time():
+                continue  # nothing fits yet: what time is left over for is the level that keeps least
             for candidate in self._offers(number, level, budget_bytes):
                 if leanest is None or candidate.peak_bytes < leanest.peak_bytes:
                     leanest = candidate
@@ -98,7 +100,7 @@ class Search:
                     fitting.append(candidate)
                     best = candidate if best is None or candidate.seconds < best.seconds else best
             roomy = not self.written
-            if self.out_of_time() or (roomy and best is not None and best.level < number):
+            if best is not None and (self.out_of_time() or (roomy and best.level < number)):
                 break  # without pressure on memory, recomputing more does not help where recomputing less did not
         assert leanest is not None
         if best is not None:

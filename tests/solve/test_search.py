@@ -37,12 +37,12 @@ def two_layers(params, x):
 ARGS = ((struct(32, 512), struct(512, 32)), struct(64, 32))
 
 
-def prepared(step, args, mesh, target):
+def prepared(step, args, mesh, target, seconds=60.0):
     found = read(step, args, {})
     axes = mesh_axes(mesh, Target(target))
     remat = Remat(found.graph, found.groups, found.aliased, Target(target).chip)
     program = Program(found.groups, fold(found.groups, {}), found.known_early, found.late_only)
-    return Search(program, remat, axes, Target(target).chip, {}, time.monotonic() + 60), remat
+    return Search(program, remat, axes, Target(target).chip, {}, time.monotonic() + seconds), remat
 
 
 def test_less_memory_never_makes_it_faster_and_is_kept_to():
@@ -84,6 +84,19 @@ def test_the_bound_holds_under_pressure_and_nothing_that_fits_is_faster():
         assert found.best is not None and found.best.peak_bytes <= budget
         assert found.bound <= found.best.seconds * (1 + 1e-9)
         assert all(found.best.seconds <= c.seconds for c in found.fitting)
+
+
+def test_without_time_the_level_that_keeps_least_is_tried_all_the_same():
+    step, args = STEPS["transformer_scan"]()
+    search, remat = prepared(step, args, {"a": 1}, "v5p:1x1x1")
+    levels = remat.levels()
+    last = search.candidate(search.model(remat.variant(levels[-1].kept)), search.run(math.inf, levels).best.x, 0)
+    written = search.candidate(search.model(remat.variant(levels[0].kept)), last.x, 0)
+    assert last.peak_bytes < written.peak_bytes
+    for seconds in (60.0, -1.0):
+        search, remat = prepared(step, args, {"a": 1}, "v5p:1x1x1", seconds)
+        found = search.run(last.peak_bytes, remat.levels())
+        assert found.best is not None and found.best.peak_bytes <= last.peak_bytes
 
 
 def test_never_worse_than_sharding_first():
