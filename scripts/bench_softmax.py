@@ -1,8 +1,9 @@
-"""Passes over the scores of attention, estimated and compiled: python scripts/bench_softmax.py [--target h100:1]. → results/softmax.md.
+"""Passes over the scores of attention, estimated and compiled: python scripts/bench_softmax.py [--target h100:1] [--rows 1024].
 
-For other chips than v5e: softmax_CHIP.md.
+→ results/softmax.md; for other chips than v5e: softmax_CHIP.md.
 What ``jaxauto/cost/patterns.py`` says of a softmax was read off these programs: heads as a batch dimension, grouped queries, one query to
-a group; scores in float32 or in bfloat16; short and long heads; rows of 512 to 4,096 keys; alone and with gradients.
+a group; scores in float32 or in bfloat16; short and long heads; rows of 512 to 4,096 keys; alone, with gradients, both ("in both passes"),
+and the probabilities alone ("written").
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ FORMS = {  # queries, keys: groups and heads; the two einsums
     "all queries in a group": (((16,), ()), "blgk,bmk->bglm", "bglm,bmk->blgk"),
 }
 ROWS = (512, 1024, 2048, 4096)
+KINDS = ("alone", "with gradients", "in both passes", "written")
 HEADS, SCORES = (64, 128), 2**27  # elements
 FEWEST = 1.0  # bytes for an element of the scores: what moves less is not listed
 
@@ -40,20 +42,27 @@ def sequences(row: int) -> int:
 
 
 def program(form: str, depth: int, row: int, dtype: str, kind: str) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
-    """Causal attention (its gradients) and its arguments."""
+    """Causal attention, its gradients, both, or its probabilities, and the arguments."""
     (queries, keys), scores, mixed = FORMS[form]
     batch = sequences(row)
 
-    def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def written(q: jax.Array, k: jax.Array) -> jax.Array:
         found = jnp.einsum(scores, q, k, preferred_element_type=dtype).astype(jnp.float32) * depth**-0.5
-        weights = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((row, row), bool)), found, -1e9)).astype(q.dtype)
-        return jnp.einsum(mixed, weights, v)
+        return jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((row, row), bool)), found, -1e9)).astype(q.dtype)
+
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.einsum(mixed, written(q, k), v)
 
     def backward(q: jax.Array, k: jax.Array, v: jax.Array, d: jax.Array) -> tuple[jax.Array, ...]:
         return jax.vjp(attention, q, k, v)[1](d)
 
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, d: jax.Array) -> tuple[jax.Array, ...]:
+        out, pull = jax.vjp(attention, q, k, v)
+        return out, *pull(d + out)
+
     q, k = (jax.ShapeDtypeStruct((batch, row, *heads, depth), jnp.bfloat16) for heads in (queries, keys))
-    return (attention, [q, k, k]) if kind == "alone" else (backward, [q, k, k, q])
+    programs = {"alone": (attention, [q, k, k]), "with gradients": (backward, [q, k, k, q])}
+    return (programs | {"in both passes": (both, [q, k, k, q]), "written": (written, [q, k])})[kind]
 
 
 def measure(target: str, form: str, depth: int, row: int, dtype: str, kind: str) -> str:
@@ -71,14 +80,16 @@ def measure(target: str, form: str, depth: int, row: int, dtype: str, kind: str)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="v5e:1")
-    target = parser.parse_args().target
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    options = parser.parse_args()
+    target, rows = options.target, [int(n) for n in options.rows.split(",")]
     suffix = "" if target.startswith("v5e") else f"_{target.split(':')[0]}"
     head = (
         "| scores | head dimension | keys | made in | program | ms estimated | of the schedule | error | bytes of each fusion for a score |"
     )
     lines = ["# Passes over the scores of attention", "", f"Made by scripts/bench_softmax.py on {target}; jax {jax.__version__}.", "", head]
     lines.append("|---|" + "---|" * 8)
-    for form, depth, dtype, kind, row in itertools.product(FORMS, HEADS, ("float32", "bfloat16"), ("alone", "with gradients"), ROWS):
+    for form, depth, dtype, kind, row in itertools.product(FORMS, HEADS, ("float32", "bfloat16"), KINDS, rows):
         lines.append(measure(target, form, depth, row, dtype, kind))
         print(lines[-1], flush=True)
     (HERE / "results" / f"softmax{suffix}.md").write_text("\n".join(lines) + "\n")

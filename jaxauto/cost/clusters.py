@@ -59,7 +59,6 @@ class Clusters:
         self.held: dict[int, tuple[int, ...]] = {}  # operand or result of a dot without a buffer → what holds it
         self.apart: set[int] = set()  # softmax: exps that their sums are not made beside
         self.in_tuple: set[int] = set()  # one of several results of a fusion
-        self.stacked: set[int] = set()  # results of loops' bodies, written into stacks: not by a fusion that makes a sum they need
         self.slices: dict[int, tuple[frozenset[int], float]] = {}  # of stacks, what a trip reads → the stack, reads of it charged already
 
     def use(self, roots: frozenset[int]) -> None:
@@ -208,19 +207,20 @@ class Clusters:
 
     def _first_pass(self, dot: int, numbers: list[int]) -> list[int]:
         """Which of them a fusion can make of a dot: not what needs the sum of long rows (a loss over a vocabulary), or of rows of something
-        else that is as wide (a softmax's gradient), or any sum of scores that are alone (``patterns.py``)."""
+        else that is as wide (a softmax's gradient), or any sum of scores that are alone (``patterns.py``), or a sum of what needs another
+        (probabilities, of a sum of what needs the maximum)."""
         node = self._node(dot)
         limit = 1 + 1e-9 if is_deep(node) or is_flat(self.values[dot]) else ROW
         found: list[int] = []
         waited_for: set[int] = set()
-        sums: set[int] = set()
+        depth: dict[int, int] = {}  # sums and maxima of rows, each of what needs the one before
         for n in sorted(numbers, key=lambda n: self.stored[n][1]):
             roots = self.stored[n][0]
-            late = not roots.isdisjoint(waited_for) or (n in self.stacked and not roots.isdisjoint(sums))
+            needed = max((depth.get(r, 0) for r in roots), default=0)
+            late = needed > 1 or not roots.isdisjoint(waited_for)
             if not late:
                 found.append(n)
-            if self._row(n) > 1 or not roots.isdisjoint(sums):
-                sums.add(n)
+            depth[n] = needed + (self._row(n) > 1)
             wide = any(r != dot and r not in numbers and self._is_wide(r, dot) for r in roots)
             if late or self._row(n) >= (1 + 1e-9 if wide else limit):
                 waited_for.add(n)

@@ -380,8 +380,6 @@ class _Fusion:
                 self.unwritten.add(number)
             self.virtual.update({link.target: frozenset() for link in node.links if link.target in made})
             self.in_place |= {x for x in outputs & {*stacked.values()} if body.outputs.count(x) == 1 and x not in body.inputs}
-            if self.clusters:
-                self.clusters.stacked |= self.in_place
             self.visit(body, outputs, {*stacked.values()})
             self.copy_summed()
             for x in outputs:
