@@ -122,6 +122,10 @@ def test_what_a_dot_makes_as_it_reads_is_written_for_a_loop():
     given = (op, result, groups.graph.values, row, np.array([[1]], np.int8), np.ones((1, 1), bool), mesh, target.chip)
     longer = windowed(*given, ((0, False),))[1] - windowed(*given)[1]
     assert longer == pytest.approx(2 * 2 * k * m / (target.chip.bandwidth_efficiency * target.chip.hbm_bandwidth))
+    turned, alone, shared = (windowed(*given, inside) for inside in ((), ((0, False),), ((0, True),)))
+    assert turned[2] == alone[2] == 2 * k * m  # made the way round that the loop wants it
+    assert shared[2] == 2 * 2 * k * m  # another dot wants it as it is
+    assert [float(bytes_[0, 0]) for bytes_ in shared[3]] == [2 * k * m, 0]
 
 
 def test_a_convolution_is_taken_apart_into_few_features():

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxauto
-from jaxauto.solve.beside import held_beside, passed_edges, shared_operands
+from jaxauto.solve.beside import held_beside, made_early, passed_edges, shared_operands
 from jaxauto.solve.check import check
 from jaxauto.solve.live import timeline
 from jaxauto.solve.stacked import readings
@@ -119,3 +119,33 @@ def test_momentum_that_is_gathered_for_an_update_takes_memory(dim):
     x = best.x.copy()
     x[group] = int(np.flatnonzero((model.states[group] == WHOLE).all(1))[0])
     assert held_beside(model).timeline(x, model.buffers.length)[-1] == pytest.approx((2 + 2 * dim) * MIB)
+
+
+def test_what_a_windowed_gradient_reads_is_held_from_the_forward_pass_on():
+    """As compiled for v5e: the gated product is made in the dot that reads it, but the gradient of its weight is summed in a loop, which
+    reads it from memory. So it is written where it is made. Where that gradient is not scattered, nothing is held."""
+
+    def step(state, x):
+        def loss(ws):
+            y = x
+            for gate, up, down in ws:
+                y = y + (jax.nn.silu(y @ gate) * (y @ up)) @ down
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        return jax.tree.map(lambda p, g: p - g, state, jax.grad(loss)(state))
+
+    wide, narrow = spec(1024, 4096, dtype=jnp.bfloat16), spec(4096, 1024, dtype=jnp.bfloat16)
+    args = ((wide, wide, narrow),) * 2, spec(32768, 1024, dtype=jnp.bfloat16)
+    product = 32768 // 8 * 4096 * 2
+    for weights, held in ((P(None, "data"), 2), (P(), 0)):
+        best = best_of(step, args, "v5e:2x4", {"0*": weights, "1": P("data")})
+        rows = made_early(best.model)
+        bytes_ = [
+            best.model.result_tables(op, op.results[0])[3][k][
+                best.x[best.model.var("operation", op.node.id)], best.x[best.model.var("group", op.results[0].group)]
+            ]
+            for op, k, _, _ in rows
+        ]
+        assert bytes_.count(product) == held
+        for (_, _, begin, end), size in zip(rows, bytes_, strict=True):
+            assert (beside(best)[begin : end + 1] >= size).all()
