@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 from jaxauto.core import Graph, Literal, Node, Value
@@ -58,6 +59,11 @@ class Block:
     scan: tuple[Node, Node] | None
     graph: Graph
     phase: int = 0
+
+    @cached_property
+    def made(self) -> tuple[int, ...]:
+        """All values that it makes, in program order. Blocks of equal structure have their counterparts at equal places."""
+        return tuple(out for node in self.forward for out in node.outputs)
 
 
 def find_blocks(graph: Graph) -> tuple[Block, ...]:

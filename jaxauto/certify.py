@@ -147,8 +147,8 @@ def _richer(plan: Plan, over: tuple[Plan, float], options: Any, progress: Callab
     for number in range(1, _TRIES + 1):
         large, needed = over
         most = large.estimate.peak_memory
-        aim = budget * (1 - _SLACK * (number > 1))  # what lies between two that were seen needs no slack, but once it was over
-        share = (aim - certificate.bytes_) / (needed - certificate.bytes_)
+        slack = 0.0 if number == 1 else _SLACK  # what lies between two that were seen needs none, until one there was over
+        share = (budget * (1 - slack) - certificate.bytes_) / (needed - certificate.bytes_)
         if share <= 0 or plan.estimate.step_time * (1 - _WORTH) <= large.estimate.step_time:
             return plan
         found = _leaner(large, (least + share * (most - least)) / most, options, progress)

@@ -62,7 +62,7 @@ def inside(blocks: Iterable[Block], kept: Mapping[int, Collection[int]]) -> set[
     for number, block in enumerate(blocks):
         if not block.scan:
             held = {*kept.get(number, block.residuals), *block.outputs}
-            gone |= {out for node in block.forward for out in node.outputs} - held
+            gone |= {*block.made} - held
     return gone
 
 

@@ -207,13 +207,13 @@ class Clusters:
 
     def _first_pass(self, dot: int, numbers: list[int]) -> list[int]:
         """Which of them a fusion can make of a dot: not what needs the sum of long rows (a loss over a vocabulary), or of rows of something
-        else that is as wide (a softmax's gradient), or any sum of scores that are alone (``patterns.py``), or a sum of what needs another
-        (probabilities, of a sum of what needs the maximum)."""
+        else that is as wide (a softmax's gradient), or any sum of scores that are alone (``patterns.py``), or a sum that needs another one
+        (probabilities: the sum of the exp needs the maximum)."""
         node = self._node(dot)
         limit = 1 + 1e-9 if is_deep(node) or is_flat(self.values[dot]) else ROW
         found: list[int] = []
         waited_for: set[int] = set()
-        depth: dict[int, int] = {}  # sums and maxima of rows, each of what needs the one before
+        depth: dict[int, int] = {}  # how many sums and maxima of rows, each needing the one before, go into a value
         for n in sorted(numbers, key=lambda n: self.stored[n][1]):
             roots = self.stored[n][0]
             needed = max((depth.get(r, 0) for r in roots), default=0)

@@ -60,8 +60,8 @@ def windowed(
       inside: the operands that are not in memory without a loop, and whether another dot reads them too.
 
     Returns:
-      ``bool [a, b]``, the seconds of one run and bytes of HBM, ``float [a, b]``; for each operand what has to be in memory
-      for it.
+      ``bool [a, b]``, the seconds of one run and bytes of HBM, ``float [a, b]``; for each operand
+      the bytes that have to be in memory for it, the same.
     """
     shape = len(state), len(target)
     hidden, extra, beside, whole = np.zeros(shape, bool), np.zeros(shape), np.zeros(shape), [np.zeros(shape) for _ in op.operands]
@@ -74,9 +74,9 @@ def windowed(
     here = project(state, factor_dims(op, result))
     apart = np.maximum(flops, traffic_seconds(sum(sizes) + added, chip))
     batch = _batch(op, state, mesh) > 1
-    also = dict(inside)
-    made = [s * ((k in also) & (s > SMALL * chip.vmem_bytes)) for k, s in enumerate(sizes)]
-    once = [0.0 if also.get(k) else m for k, m in enumerate(made)]
+    several = dict(inside)
+    made = [s * ((k in several) & (s > SMALL * chip.vmem_bytes)) for k, s in enumerate(sizes)]
+    once = [0.0 if several.get(k) else m for k, m in enumerate(made)]
     for d, (_, factor) in enumerate(result.dims):
         has = [k for k, o in enumerate(op.operands) if any(f == factor for _, f in o.dims)]
         if len(has) != 1:
@@ -98,7 +98,7 @@ def windowed(
         hidden[rows] |= pairs
         beside[rows] += pairs * np.broadcast_to(held, len(state))[rows][:, None]
         extra[rows] += pairs * longer[rows][:, None]
-        for k in also:
+        for k in several:
             whole[k][rows] += pairs * (needed[k] * sizes[k])[rows][:, None]
     return hidden, extra, beside, whole
 

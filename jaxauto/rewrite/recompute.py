@@ -60,7 +60,7 @@ def _checked(blocks: tuple[Block, ...], number: int, kept: Iterable[int]) -> Blo
     if not 0 <= number < len(blocks):
         raise ValueError(f"there is no block {number}: find_blocks found {len(blocks)} of them, counted from 0")
     block = blocks[number]
-    strange = sorted(set(kept) - {out for node in block.forward for out in node.outputs})
+    strange = sorted(set(kept) - {*block.made})
     if strange:
         raise ValueError(f"block {number} ({block.name}) does not make value {strange[0]}: keep values that its forward nodes return")
     return block

@@ -58,7 +58,7 @@ def _turns(remat: Remat) -> dict[int, int]:
 
 def _inside(block: Block) -> set[int]:
     """What a block makes, but its outputs: those are there anyway."""
-    return {out for node in block.forward for out in node.outputs} - {*block.outputs}
+    return {*block.made} - {*block.outputs}
 
 
 def _held(

@@ -338,8 +338,10 @@ class Model:
 
     def inside(self, op: Operation) -> tuple[tuple[int, bool], ...]:
         """Operands of a dot that are made as they are read, and whether another operation reads them too."""
+        if not self.mesh.windows:
+            return ()
         found = self.cached(("inside", self.variant), lambda: made_inside(self.groups, {int(n) for n in self.variant.origin}))
-        return tuple((k, found[o.value]) for k, o in enumerate(op.operands) if self.mesh.windows and o.value in found)
+        return tuple((k, found[o.value]) for k, o in enumerate(op.operands) if o.value in found)
 
     # ------------------------------------------------------------------------------------------------------------- the way back
 

@@ -37,6 +37,8 @@ _LARGE = 0.05  # of the largest residual: less is not worth a transfer
 _APART = 1.2  # prices nearer than this factor are one: alike layers shall not differ by rounding
 _ELEMENTWISE = 0.25  # of its traffic is what an elementwise equation costs again: most of it is fused away
 
+Kept = tuple[frozenset[int] | None, ...]  # what each block keeps; None: as written
+
 
 @dataclass(frozen=True)
 class Level:
@@ -44,7 +46,7 @@ class Level:
     between blocks and is made again as well (``reruns.py``)."""
 
     threshold: float
-    kept: tuple[frozenset[int] | None, ...]
+    kept: Kept
     offloaded: frozenset[int] = frozenset()
     remade: frozenset[int] = frozenset()
 
@@ -61,7 +63,7 @@ class Variant:
       extra: node id (as written) → how often it runs again in a step.
     """
 
-    kept: tuple[frozenset[int] | None, ...]
+    kept: Kept
     offloaded: frozenset[int]
     remade: frozenset[int]
     rewritten: Rewritten
@@ -131,18 +133,17 @@ class Remat:
 
     def values_of(self, b: int) -> frozenset[int]:
         """Ids of the values of block ``b`` that can be saved: those it makes, and what a loop's body is given."""
-        return frozenset((*self.blocks[b].inputs, *(out for node in self.blocks[b].forward for out in node.outputs)))
+        return frozenset((*self.blocks[b].inputs, *self.blocks[b].made))
 
     def _drops(self) -> list[list[Drop]]:
         """For each block its residuals in the order that they are dropped in; alike blocks are solved once, by places of values."""
-        solved: dict[tuple, tuple[list[Drop], dict[int, int]]] = {}
+        solved: dict[tuple, tuple[list[Drop], tuple[int, ...]]] = {}
         found: list[list[Drop]] = []
         for block, key in zip(self.blocks, self.forms, strict=True):
-            made = [out for node in block.forward for out in node.outputs]
             if key not in solved:
-                solved[key] = frontier(block, self.again_seconds, self._kind), {v: k for k, v in enumerate(made)}
-            drops, place = solved[key]
-            here = {v: made[k] for v, k in place.items()}
+                solved[key] = frontier(block, self.again_seconds, self._kind), block.made
+            drops, made = solved[key]
+            here = dict(zip(made, block.made, strict=True))
             found.append([d.of(here) for d in drops])
         return found
 
@@ -159,7 +160,7 @@ class Remat:
                 dropped = 0.0
         return [*chosen[: MAX_LEVELS - 2], math.inf]
 
-    def kept_at(self, threshold: float) -> tuple[frozenset[int] | None, ...]:
+    def kept_at(self, threshold: float) -> Kept:
         """What each block keeps at a threshold; None: as written."""
         return tuple(next((d.kept for d in reversed(drops) if d.price <= threshold), None) for drops in self.drops)
 

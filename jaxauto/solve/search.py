@@ -35,8 +35,8 @@ from jaxauto.solve.finer import finer
 from jaxauto.solve.live import timeline
 from jaxauto.solve.milp import solve_milp
 from jaxauto.solve.model import Model, Program
-from jaxauto.solve.remat import Level, Remat, Variant
-from jaxauto.solve.swaps import Kept, swapped
+from jaxauto.solve.remat import Kept, Level, Remat, Variant
+from jaxauto.solve.swaps import swapped
 from jaxauto.solve.tighten import TOLERANCE, Effort, least_bytes, near, priced_room, tighten
 from jaxauto.strategies import shards
 

@@ -15,7 +15,7 @@ from jaxauto.blocks import Block, closure
 from jaxauto.cost.compute import traffic_seconds
 from jaxauto.graph import value_bytes
 from jaxauto.solve.candidate import Candidate
-from jaxauto.solve.remat import Remat
+from jaxauto.solve.remat import Kept, Remat
 from jaxauto.solve.tighten import TOLERANCE
 
 _LEAST = 2e-4  # of a step's time: what a swap has to promise to be tried
@@ -23,8 +23,6 @@ _MOST = 48  # answers that are looked at
 _VALUES = 60_000  # that are rewritten for them in all: fewer answers of a large program
 _PATIENCE = 16  # answers in a row that are no better, before the rest is left
 _PAIRED = 4  # swaps without room, and what each is tried with
-
-Kept = tuple[frozenset[int] | None, ...]
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Swap:
 
 
 def swaps(remat: Remat, kept: Kept, offloaded: frozenset[int] = frozenset()) -> list[Swap]:
-    """All swaps that promise something, the best first; those of ``offloaded`` values are none."""
+    """All swaps, what promises most first; ``offloaded`` values are not swapped."""
     found = [swap for members in _alike(remat, kept) for swap in _swaps(remat, kept, members, offloaded)]
     return sorted(found, key=lambda s: (-s.gain, s.value))
 
@@ -126,29 +124,24 @@ def _alike(remat: Remat, kept: Kept) -> list[list[int]]:
     """Blocks of equal form that keep alike."""
     groups: dict[tuple, list[int]] = defaultdict(list)
     for b, (block, keep) in enumerate(zip(remat.blocks, kept, strict=True)):
-        place = {v: k for k, v in enumerate(_made(block))}
+        place = {v: k for k, v in enumerate(block.made)}
         groups[remat.forms[b], None if keep is None else frozenset(place[v] for v in keep)].append(b)
     return list(groups.values())
-
-
-def _made(block: Block) -> list[int]:
-    return [out for node in block.forward for out in node.outputs]
 
 
 def _swaps(remat: Remat, kept: Kept, members: list[int], offloaded: frozenset[int]) -> Iterator[Swap]:
     """Of blocks that are alike."""
     block, drops = remat.blocks[members[0]], remat.drops[members[0]]
     held = _held(block, kept[members[0]])
-    place = {v: k for k, v in enumerate(_made(block))}
-    made = [_made(remat.blocks[m]) for m in members]
+    place = {v: k for k, v in enumerate(block.made)}
     before = _again(remat, block, held)
     decided = {d.value for d in drops} | {d.instead for d in drops if d.instead is not None}
     for value in sorted(decided - offloaded):
         freed = value_bytes(remat.graph.values[value]) if value in held else 0.0
         gain = float(traffic_seconds(2 * freed, remat.chip)) + before - _again(remat, block, held ^ {value})
         changed = list(kept)
-        for m, own in zip(members, made, strict=True):
-            changed[m] = _held(remat.blocks[m], kept[m]) ^ {own[place[value]]}
+        for m in members:
+            changed[m] = _held(remat.blocks[m], kept[m]) ^ {remat.blocks[m].made[place[value]]}
         times = block.count * len(members)
         yield Swap(gain * times, freed * times, value, tuple(changed))
 

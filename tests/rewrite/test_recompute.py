@@ -43,7 +43,7 @@ def residuals(blocks):
 
 def some(blocks, seed=0):
     rng = random.Random(seed)
-    made = [[out for node in block.forward for out in node.outputs] for block in blocks]
+    made = [block.made for block in blocks]
     return {number: frozenset(v for v in values if rng.random() < 0.4) for number, values in enumerate(made)}
 
 

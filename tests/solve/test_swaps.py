@@ -73,7 +73,7 @@ def test_swaps_go_where_thresholds_do_not_and_near_the_best_of_all_sets():
     base = free.best
     offered = [s for s in swaps(remat, remat.levels()[-1].kept) if s.gain > 0]
     kept = remat.levels()[-1].kept
-    block_of = {v: b for b, block in enumerate(remat.blocks) for v in (o for n in block.forward for o in n.outputs)}
+    block_of = {v: b for b, block in enumerate(remat.blocks) for v in block.made}
     everything = []
     for chosen in itertools.chain.from_iterable(itertools.combinations([s.value for s in offered], r) for r in range(len(offered) + 1)):
         sets = [set(k) for k in kept]
