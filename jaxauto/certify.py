@@ -176,8 +176,10 @@ def _leaner(plan: Plan, share: float, options: Any, progress: Callable[[str], No
         if near is not None:
             return plan_of(plan, near, before * share, options)
         least = math.inf if error.least_bytes is None else error.least_bytes
-        most = min(least * (1 + (_SLACK if share > _LEANEST else _ROUNDING)), before * (1 - _SAME))
-        if least > most:
+        most = min(least * (1 + _SLACK), before * (1 - _SAME))
+        if share <= _LEANEST or least > most:
+            most = least * (1 + _ROUNDING)
+        if most >= before:
             return None
         try:
             return solve(solved.step, solved.target, most, options, progress)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxauto import place as _place
 from jaxauto.core import Decisions, Estimate, Graph
 from jaxauto.errors import ArgumentError, PlanMismatchError
+from jaxauto.graph import HOST
 from jaxauto.rewrite.apply import apply
 from jaxauto.targets import Target
 from jaxauto.targets.compilers import COMPILER_OPTIONS, memory_limit
@@ -84,6 +85,7 @@ class Plan:
     Attributes:
       mesh: jax.sharding.Mesh, or an AbstractMesh when the target is not here.
       specs: flat ``{argument path: PartitionSpec}``; out_specs: the same for the outputs, by position.
+      in_host, out_host: positions of the arguments and results that lie in the host's memory between steps (``remat="offload"``).
       remat: list of RematDecision. estimate: Estimate. solver: SolverReport. certificate: Certificate or None.
       notes: what the plan assumes or could not do.
     """
@@ -105,6 +107,8 @@ class Plan:
     fingerprint: str
     certificate: Certificate | None = None
     notes: tuple[str, ...] = ()
+    in_host: frozenset[int] = frozenset()
+    out_host: frozenset[int] = frozenset()
     program: Program | None = None
 
     # ------------------------------------------------------------------------------------------------------------ shardings
@@ -115,11 +119,14 @@ class Plan:
 
     @property
     def flat_in_shardings(self) -> list[NamedSharding]:
-        return [NamedSharding(self.mesh, s) for s in self.in_specs]
+        return self._shardings(self.in_specs, self.in_host)
 
     @property
     def flat_out_shardings(self) -> list[NamedSharding]:
-        return [NamedSharding(self.mesh, s) for s in self.out_specs]
+        return self._shardings(self.out_specs, self.out_host)
+
+    def _shardings(self, specs: Iterable[PartitionSpec], host: Set[int]) -> list[NamedSharding]:
+        return [NamedSharding(self.mesh, s, memory_kind=HOST if k in host else None) for k, s in enumerate(specs)]
 
     @property
     def in_shardings(self) -> Any:

@@ -8,6 +8,7 @@ import hashlib
 import math
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,6 +58,7 @@ class Step:
     aliased: frozenset[int]
     known_early: frozenset[int]
     late_only: frozenset[int]
+    movable: Mapping[int, int]  # donated arguments that only the optimizer reads → the results that they become
     notes: tuple[str, ...]
 
 
@@ -131,6 +133,7 @@ def read(fun: Callable, args: tuple, kwargs: dict, donate_argnums: Any = None) -
     state = {i for i, _ in traced.state}
     dependent = data_dependent(graph, [n for k, n in enumerate(graph.inputs) if k not in state])
     feeding = feeding_operations(graph, groups.rules)
+    late_only = frozenset(n for n in graph.values if n not in feeding)
     return Step(
         fun,
         traced,
@@ -138,9 +141,22 @@ def read(fun: Callable, args: tuple, kwargs: dict, donate_argnums: Any = None) -
         groups,
         frozenset(x for x in outputs if isinstance(x, int) and x not in graph.inputs),
         frozenset(n for n in graph.values if n not in dependent),
-        frozenset(n for n in graph.values if n not in feeding),
+        late_only,
+        movable_state(traced, graph, late_only),
         notes,
     )
+
+
+def movable_state(traced: Traced, graph: Graph, late_only: frozenset[int]) -> dict[int, int]:
+    """Donated arguments that only the optimizer reads → the results that they become: what can wait in the host's memory."""
+    found = {graph.inputs[i]: graph.outputs[o] for i, o in traced.state if traced.donated[i]}
+    returned = Counter(x for x in graph.outputs if isinstance(x, int))
+    read = {x for node in graph.nodes if not node.backward and not node.bodies for x in node.inputs}
+    elsewhere = {x for node in graph.nodes if node.backward or node.bodies for x in node.inputs}
+    alone = (read & late_only) - elsewhere - {*graph.outputs}
+    shaped = lambda x: bool(graph.values[x].shape) and not compat.is_key_dtype(graph.values[x].dtype)  # noqa: E731
+    own = lambda o: isinstance(o, int) and returned[o] == 1 and o not in graph.inputs  # noqa: E731
+    return {i: o for i, o in found.items() if i in alone and shaped(i) and own(o)}
 
 
 def _warn_of_unknown(graph: Graph) -> tuple[str, ...]:
@@ -171,7 +187,7 @@ def searched(step: Step, target: Target, budget: float, options: Options, progre
     """
     started = time.monotonic()
     meshes = mesh_candidates(options.mesh, target, _mesh_in_step(step))
-    remat = Remat(step.graph, step.groups, step.aliased, target.chip, devices=max(mesh.num_devices for mesh in meshes))
+    remat = Remat(step.graph, step.groups, step.aliased, target.chip, devices=max(mesh.num_devices for mesh in meshes), movable=step.movable)
     levels = {"off": lambda: remat.levels()[:1], "auto": remat.levels, "offload": remat.levels_with_host}[options.remat]()
     deadline = started + options.time_limit
     results: list[tuple[Search, Found]] = []
@@ -315,6 +331,8 @@ def build_plan(solved: Solved, best: Candidate, budget: float, options: Options)
         ),
         fingerprint=fingerprint(step.graph),
         notes=(*step.notes, *ignored_pins(step.groups, model.mesh), *undivided_notes(traced.in_paths, traced.in_avals, model.mesh)),
+        in_host=frozenset(k for k, n in enumerate(step.graph.inputs) if n in best.variant.offloaded),
+        out_host=frozenset(k for k, x in enumerate(step.graph.outputs) if x in best.variant.offloaded),
         program=Program(step.fun, traced, step.graph, solved),
     )
 
@@ -358,6 +376,20 @@ def remat_decisions(solved: Solved, best: Candidate) -> list[RematDecision]:
                     seconds=seconds,
                     source=node.source if node else "",
                 )
+            )
+    return decisions + state_decisions(solved, best)
+
+
+def state_decisions(solved: Solved, best: Candidate) -> list[RematDecision]:
+    """Every argument that lies in the host's memory, with what it takes there for one device."""
+    step, model = solved.step, best.model
+    decisions = []
+    for path, number in zip(step.traced.in_paths, step.graph.inputs, strict=True):
+        if number in best.variant.offloaded:
+            value = step.graph.values[number]
+            pieces = float(shards(model.position(best.x, number)[None], model.mesh.sizes)[0])
+            decisions.append(
+                RematDecision(f"state: {path}", "offloaded", value.shape, str(value.dtype), value_bytes(value) / pieces, 0.0)
             )
     return decisions
 

@@ -93,6 +93,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
             "solver": dataclasses.asdict(plan.solver),
             "certificate": dataclasses.asdict(plan.certificate) if plan.certificate else None,
             "notes": list(plan.notes),
+            "host": {"arguments": sorted(plan.in_host), "results": sorted(plan.out_host)},
         }
     )
 
@@ -165,6 +166,8 @@ def from_dict(data: Mapping[str, Any]) -> Plan:
         fingerprint=data["fingerprint"],
         certificate=Certificate(**data["certificate"]) if data["certificate"] else None,
         notes=tuple(data["notes"]),
+        in_host=frozenset(data.get("host", {}).get("arguments", ())),
+        out_host=frozenset(data.get("host", {}).get("results", ())),
     )
 
 

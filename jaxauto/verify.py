@@ -17,6 +17,7 @@ from jaxauto.core import Estimate, MeshAxes
 from jaxauto.cost.collectives import collective_seconds
 from jaxauto.cost.schedule import ScheduleTime, schedule_seconds
 from jaxauto.errors import ArgumentError
+from jaxauto.graph import HOST
 from jaxauto.options import mesh_axes
 from jaxauto.targets.target import Target
 
@@ -38,6 +39,12 @@ class Compilation:
         """What the step needs on one device: arguments + outputs − aliases + temporaries."""
         m = self.memory
         return m["argument"] + m["output"] - m["alias"] + m["temp"]
+
+    @property
+    def host_bytes(self) -> float:
+        """What it needs of the host's memory: the same sum there."""
+        m = self.memory
+        return m["host argument"] + m["host output"] - m["host alias"] + m["host temp"]
 
     @property
     def peak_bytes(self) -> float:
@@ -137,7 +144,7 @@ def _compile_here(plan: Any) -> Compilation:
         "output": stats.output_size_in_bytes,
         "alias": stats.alias_size_in_bytes,
         "temp": stats.temp_size_in_bytes,
-        "host temp": stats.host_temp_size_in_bytes,
+        **{f"host {kind}": getattr(stats, f"host_{kind}_size_in_bytes") for kind in ("argument", "output", "alias", "temp")},
         "peak": getattr(stats, "peak_memory_in_bytes", 0),
     }
     platform = plan.mesh.devices.flat[0].platform
@@ -146,7 +153,7 @@ def _compile_here(plan: Any) -> Compilation:
 
 def _told(memory: Mapping[str, float], platform: str) -> dict[str, float]:
     """Bytes by kind; XLA:CPU's peak leaves the temporaries out, so there none is told."""
-    found = {"host temp": 0, "peak": 0, **{k.replace("_", " "): v for k, v in memory.items()}}
+    found = {"peak": 0, **{k.replace("_", " "): v for k, v in memory.items()}}
     return {**found, "peak": 0} if platform == "cpu" else found
 
 
@@ -158,8 +165,8 @@ def compile_ahead(plan: Any, timeout: float) -> Compilation:
     result = aot.compile_step(
         lambda mesh: apply(program.graph, plan.decisions, mesh, target.chip.platform),
         plan.in_avals,
-        plan.in_specs,
-        plan.out_specs,
+        plan.flat_in_shardings,
+        plan.flat_out_shardings,
         [k for k, d in enumerate(plan.donated) if d],
         target,
         tuple(plan.mesh.shape.values()),
@@ -227,20 +234,22 @@ def memory_rows(plan: Any, compilation: Compilation) -> list[Row]:
     Allocated is what a budget is held against: arguments, results and the heap of temporaries with its gaps.
     """
     memory, estimate = compilation.memory, plan.estimate
-    arguments = sum(map(_part_bytes, plan.in_avals, plan.flat_in_shardings))
-    reused = sum(_part_bytes(a, s) for a, s, donated in zip(plan.in_avals, plan.flat_in_shardings, plan.donated, strict=True) if donated)
-    results = max(0.0, sum(map(_part_bytes, plan.out_avals, plan.flat_out_shardings)) - reused)
+    taken = list(map(_device_bytes, plan.in_avals, plan.flat_in_shardings))
+    arguments, reused = sum(taken), sum(bytes_ for bytes_, donated in zip(taken, plan.donated, strict=True) if donated)
+    results = max(0.0, sum(map(_device_bytes, plan.out_avals, plan.flat_out_shardings)) - reused)
     return [
         Row("arguments", arguments, float(memory["argument"]), "bytes"),
         Row("results beside arguments", results, float(memory["output"] - memory["alias"]), "bytes"),
         Row("temporaries", max(0.0, estimate.peak_memory - arguments - results), float(memory["temp"]), "bytes"),
         Row("peak memory", estimate.peak_memory, compilation.peak_bytes, "bytes"),
         Row("allocated", None, compilation.device_bytes, "bytes"),
-        Row("host memory", sum(d.bytes_ for d in plan.remat if d.action == "offloaded"), float(memory["host temp"]), "bytes"),
+        Row("host memory", sum(d.bytes_ for d in plan.remat if d.action == "offloaded"), compilation.host_bytes, "bytes"),
     ]
 
 
-def _part_bytes(aval: jax.ShapeDtypeStruct, sharding: Any) -> float:
+def _device_bytes(aval: jax.ShapeDtypeStruct, sharding: Any) -> float:
+    if sharding.memory_kind == HOST:
+        return 0.0
     return float(math.prod(sharding.shard_shape(aval.shape))) * compat.itemsize(aval.dtype)
 
 

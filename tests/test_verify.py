@@ -236,9 +236,10 @@ def test_where_gaps_in_the_heap_alone_are_too_much_the_compiler_is_told_of_the_b
     assert (plan.estimate.peak_memory == most) == packed
 
 
-@pytest.mark.parametrize("least, found", [(0.99, True), (0.9995, False)])
-def test_the_leanest_plan_is_compiled_though_it_is_told_to_need_nearly_as_much(monkeypatch, least, found):
-    """The compiler may see that otherwise; the plan itself is not compiled again."""
+@pytest.mark.parametrize("share", [0.0, 1e-6, 0.9])
+@pytest.mark.parametrize("least, found", [(0.99, True), (0.9999, True), (1.0, False)])
+def test_the_leanest_plan_is_compiled_though_it_is_told_to_need_nearly_as_much(monkeypatch, least, found, share):
+    """The compiler may see that otherwise: the least that users are told of is what it needs for that very plan. It is not compiled twice."""
     free = jaxauto.plan(step, *ARGS, mesh=MESH, certify=False)
     most = free.estimate.peak_memory
 
@@ -249,7 +250,7 @@ def test_the_leanest_plan_is_compiled_though_it_is_told_to_need_nearly_as_much(m
 
     monkeypatch.setattr("jaxauto.planner.solve", solve)
     monkeypatch.setattr(certify, "between", lambda *_: [])
-    leaner = certify._leaner(free, 1e-6, None, print)
+    leaner = certify._leaner(free, share, None, print)
     assert (leaner is not None) == found
 
 

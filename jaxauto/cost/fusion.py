@@ -28,6 +28,7 @@ from jaxauto.cost.order import in_donated, schedule
 from jaxauto.cost.patterns import is_bound, is_shared, is_shifted, is_softmax, is_strided, is_widening, keeps_exp, parts_kernels, slides
 from jaxauto.cost.stacks import stack_passes
 from jaxauto.graph import value_bytes, walk
+from jaxauto.rewrite.away import fetched
 
 _WRITES = frozenset({Kind.DOT, Kind.CONV, Kind.GATHER, Kind.SCATTER, Kind.SCAN, Kind.OPAQUE, Kind.CONTROL, Kind.REDUCE})
 _READS = _WRITES - {Kind.REDUCE}
@@ -71,7 +72,7 @@ class _Fusion:
     ):
         self.graph, self.rules, self.aliased = graph, rules, aliased
         self.made_once, self.widened = MADE_ONCE[platform], _WIDENED.get(platform, ())
-        self.platform, self.ops_per_byte = platform, vector_rate
+        self.platform, self.ops_per_byte, self.alone = platform, vector_rate, devices == 1
         self.values = graph.values
         self.virtual: dict[int, frozenset[int]] = {}  # value → roots it is recomputed from
         self.made_twice: dict[int, frozenset[int]] = {}  # stored for a stack; a dot makes it once more, from these
@@ -79,9 +80,9 @@ class _Fusion:
         self.heavy: set[int] = set()  # virtual, and a transcendental is part of it
         self.dear: set[int] = set()  # those of a softmax that is made again too
         self.moved: dict[int, bool] = {}  # virtual, and its elements lie elsewhere in its roots; whether in another order of dimensions
-        self.clusters = Clusters(graph.values, rules, rate, alone=devices == 1) if platform == "tpu" else None
+        self.clusters = Clusters(graph.values, rules, rate, alone=self.alone) if platform == "tpu" else None
         self.kernels = Kernels(graph.values, self.kind, devices) if platform == "gpu" else None
-        self.hides = platform != "cpu" and devices > 1  # collectives
+        self.hides = platform != "cpu" and (devices > 1 or bool(fetched(graph)))  # collectives, copies from the host
         self.delayed = (lambda node: self.kind(node) in FUSING) if self.hides else None
         self.reads: dict[int, float] = {}
         self.start: dict[int, int] = {}
@@ -155,7 +156,7 @@ class _Fusion:
     def visit(self, graph: Graph, outputs: set[int], loose: set[int]) -> None:
         reads = (lambda node: self.kind(node) in _READS) if self.clusters else None
         delayed = self.delayed if self.kernels or graph is not self.graph else None
-        for node in schedule(graph, reads, delayed, loose):
+        for node in schedule(graph, reads, delayed, loose, alone=self.alone):
             if node.bodies:
                 self.loop(node)
                 continue

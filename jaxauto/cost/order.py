@@ -6,6 +6,7 @@ from collections.abc import Callable, Set
 
 from jaxauto.core import Graph, LinkKind, Node
 from jaxauto.graph import BarrierEqn
+from jaxauto.rewrite.away import fetched
 
 
 def schedule(
@@ -13,6 +14,8 @@ def schedule(
     reads: Callable[[Node], bool] | None = None,
     delayed: Callable[[Node], bool] | None = None,
     loose: Set[int] = frozenset(),
+    *,
+    alone: bool = False,
 ) -> list[Node]:
     """Nodes in the order of the program, but what comes after a backward pass (the optimizer) as soon as its operands are there.
 
@@ -23,6 +26,7 @@ def schedule(
       delayed: whether a node is put off where no backward pass reads what it makes, as XLA:GPU puts off weight gradients on several
         devices: to the end of a loop's body, else to where ``rewrite.order`` lets something wait for it. None: nothing is.
       loose: the results that no other trip reads of a loop's body, all of a whole program.
+      alone: on one device, where every recomputation waits for what was put off before it; on several, for that of the block before.
     """
     if not any(node.backward for node in graph.nodes):
         return graph.nodes
@@ -30,7 +34,9 @@ def schedule(
     after: set[int] = set()  # nodes with a backward pass in their history
     free: list[Node] = []  # what an optimizer makes of its state alone: it holds nothing up
     begun = False
-    put_off = _put_off(graph, delayed, loose) if delayed is not None else {}
+    put_off = _put_off(graph, delayed, loose, alone=alone) if delayed is not None else {}
+    # What is fetched for an update comes beside all that is before the next gradient; the update is made then.
+    turn = {copy.id: leaf.following.id for leaf in fetched(graph) if leaf.following is not None for copy in leaf.copies}
     for k, node in enumerate(graph.nodes):
         producers = [p for x in node.inputs if isinstance(x, int) and (p := graph.values[x].producer) is not None and p.id in index]
         late = any(p.backward or p.id in after for p in producers)
@@ -39,7 +45,8 @@ def schedule(
         elif begun and not node.backward and not node.bodies:
             free.append(node)
         moves = begun and not node.backward and not node.bodies
-        index[node.id] = max((index[p.id] for p in producers), default=0) if moves else put_off.get(node.id, k)
+        waits = (*(p.id for p in producers), *(turn[p.id] for p in producers if p.id in turn))
+        index[node.id] = max((index[n] for n in waits), default=0) if moves else put_off.get(node.id, k)
         begun = begun or node.backward
     for node in reversed(free):
         users = [index[user.id] for out in node.outputs for user in graph.values[out].users if user.id in index]
@@ -52,7 +59,7 @@ def schedule(
     return sorted(graph.nodes, key=lambda node: index[node.id])
 
 
-def _put_off(graph: Graph, delayed: Callable[[Node], bool], loose: Set[int]) -> dict[int, float]:
+def _put_off(graph: Graph, delayed: Callable[[Node], bool], loose: Set[int], *, alone: bool) -> dict[int, float]:
     """Node → place in the order, of weight gradients and what is made of them within the backward pass."""
     results = {x for x in graph.outputs if isinstance(x, int)}
     ends: set[int] = set()
@@ -70,7 +77,8 @@ def _put_off(graph: Graph, delayed: Callable[[Node], bool], loose: Set[int]) -> 
             continue
         if delayed(node):
             coming = [w for w in walls if w > k][:2]
-            waits = coming[0] if coming and graph.nodes[coming[0]].bodies else coming[1] if len(coming) > 1 else last + 1
+            first = bool(coming) and (alone or bool(graph.nodes[coming[0]].bodies))
+            waits = coming[0] if first else coming[1] if len(coming) > 1 else last + 1
             found[node.id] = waits - 0.5 + 0.4 * k / len(graph.nodes)  # one after the other, each with what is made of it
         else:
             producers = (graph.values[x].producer for x in node.inputs if isinstance(x, int))

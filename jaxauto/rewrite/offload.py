@@ -1,4 +1,4 @@
-"""Send residuals to the host's memory and fetch them for the backward pass: Graph → Graph, after ``recompute``.
+"""Send residuals to the host's memory and fetch them for the backward pass: Graph → Graph, after ``recompute``. State too: ``away.py``.
 
 A residual of a straight program goes out where it is made and comes back at its first use in the backward pass, through a barrier with a
 cotangent: else a compiler may fetch it at once. In a pair of scans the forward body sends what it stacks, the stack lies in host memory,
@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from jaxauto.blocks import phases
 from jaxauto.core import Graph, Node
-from jaxauto.graph import DEVICE, HOST, TransferEqn
+from jaxauto.graph import DEVICE, HOST
+from jaxauto.rewrite.away import away, transfer
 from jaxauto.rewrite.program import Program, Rewritten, cotangent_at, read_as, readers_of, renamed, ripeness
 
 
@@ -20,6 +21,7 @@ def offload(rewritten: Rewritten, chosen: Set[int]) -> Rewritten:
     """The same program with the values ``chosen`` (ids as written) in host memory between the passes.
 
     Of a scan's body: what it stacks for the backward pass, its own values or its carries. What nothing reads later stays as it is.
+    Arguments and results of the program, state, are in host memory before and after it.
     """
     if not chosen:
         return rewritten
@@ -31,20 +33,13 @@ def offload(rewritten: Rewritten, chosen: Set[int]) -> Rewritten:
         graph = program.graphs[id(original)]
         host |= _stacks(program, graph, chosen)
         host |= _straight(program, graph, chosen, phases(original))
+    host |= away(program, chosen)
     program.relink(program.top)
     return Rewritten(program.top, program.origin, frozenset(program.stacked), frozenset(host))
 
 
 def _all_graphs(graph: Graph) -> list[Graph]:
     return [graph, *(inner for node in graph.nodes for body in node.bodies for inner in _all_graphs(body))]
-
-
-def _transfer(program: Program, number: int, near: Node, space: str) -> tuple[Node, int]:
-    """A node that copies a value to ``space``, and the copy."""
-    copy = program.fresh(number)
-    eqn = TransferEqn(near.eqn, program.values[number].aval, space)
-    backward = space == DEVICE
-    return Node(program.new_id(), eqn, "device_put", (number,), (copy,), near.scope, near.source, backward=backward), copy
 
 
 # ---------------------------------------------------------------------------------------------------------------- loops
@@ -64,7 +59,7 @@ def _stacks(program: Program, graph: Graph, chosen: Set[int]) -> set[int]:
             eaters = [node for node in graph.nodes if stack in node.inputs]
             if not eaters or any(not _eats(node, stack) for node in eaters):
                 continue
-            node, copy = _transfer(program, inner, body.nodes[-1], HOST)
+            node, copy = transfer(program, inner, body.nodes[-1], HOST)
             body.nodes.append(node)
             body.outputs = (*body.outputs[:place], copy, *body.outputs[place + 1 :])
             host |= {copy, stack}
@@ -81,7 +76,7 @@ def _fetch_slices(program: Program, scan: Node, stack: int) -> set[int]:
     (body,) = scan.bodies
     slices = {inner for outer, inner in zip(scan.inputs, body.inputs, strict=True) if outer == stack}
     for inner in slices:
-        node, copy = _transfer(program, inner, body.nodes[0], DEVICE)
+        node, copy = transfer(program, inner, body.nodes[0], DEVICE, backward=True)
         for reader in body.nodes:
             read_as(reader, {inner: copy})
         body.outputs = renamed(body.outputs, {inner: copy})
@@ -108,10 +103,10 @@ def _straight(program: Program, graph: Graph, chosen: Set[int], phase: dict[int,
         if not later or value in graph.outputs:
             continue
         first, near = min(later), graph.nodes[min(later)]
-        out, sent = _transfer(program, value, node, HOST)
+        out, sent = transfer(program, value, node, HOST)
         tie = cotangent_at(program, graph, first, phase, readers, position, ripe)
         barrier, passed = program.barrier([sent, *([] if tie is None else [tie])], near)
-        back, copy = _transfer(program, passed[sent], near, DEVICE)
+        back, copy = transfer(program, passed[sent], near, DEVICE, backward=True)
         after.setdefault(position[node.id], []).append(out)
         before.setdefault(first, []).extend([barrier, back])
         names[value] = (copy, first)

@@ -18,12 +18,12 @@ from jaxauto.core import Kind
 from jaxauto.cost.collectives import collective_seconds
 from jaxauto.cost.compute import may_be_minor, operation_flops, traffic_seconds
 from jaxauto.cost.onchip import Near, capacity
-from jaxauto.graph import HOST, value_bytes, walk
+from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.check_beside import held_beside
 from jaxauto.solve.check_ring import padding, ring
 from jaxauto.solve.check_turns import copies
-from jaxauto.solve.facts import read_together, spatial_dims
+from jaxauto.solve.facts import crossings, read_together, spatial_dims
 from jaxauto.solve.loops import accumulated, shadows
 from jaxauto.solve.model import Model
 from jaxauto.solve.onchip import place_on_chip
@@ -176,8 +176,8 @@ class Answer:
         for exchanged in self.halos():
             total["blocking"] += exchanged
         total["compute"] += sum(times * traffic_seconds(2 * n, self.model.chip) for n, times in copies(self))
-        for sent, pieces in self.sent():
-            total["prefetch"] += 2 * sent / pieces / self.model.chip.host_bandwidth
+        for resource, crossing, pieces in self.crossing():
+            total[resource] += crossing / pieces / self.model.chip.host_bandwidth
         for k, moved, pieces in self.traffic():
             total["compute"] += traffic_seconds(moved, self.model.chip)
             buffers = self.model.buffers
@@ -200,16 +200,16 @@ class Answer:
                 sizes, links = [self.sizes[a] for a in axes], [mesh.links[a] for a in axes]
                 yield 2 * times * float(collective_seconds("collective-permute", one_side * self.count(axes), sizes, links))
 
-    def sent(self) -> Iterator[tuple[float, int]]:
-        """(bytes of one array that goes to host memory in a step, pieces)."""
+    def crossing(self) -> Iterator[tuple[str, float, int]]:
+        """(resource, bytes over the host's link in a step, pieces) of each array that goes there and comes back."""
         rewritten, groups = self.model.variant.rewritten, self.model.groups
         times = {out: groups.times[node.id] for node in walk(groups.graph) for out in node.outputs}
         times.update({x: node.trips for node in walk(groups.graph) for body in node.bodies for x in body.inputs})
-        for node in walk(rewritten.graph):
-            if node.params.get("space") == HOST:
-                number = rewritten.origin[node.outputs[0]]
-                group, dims = groups.place[number]
-                yield value_bytes(self.model.values[number]) * times.get(number, 1), self.pieces(self.where(self.group[group], dims))
+        for resource, copy in crossings(rewritten.graph):
+            number = rewritten.origin[copy]
+            group, dims = groups.place[number]
+            bytes_ = 2 * value_bytes(self.model.values[number]) * times.get(number, 1)
+            yield resource, bytes_, self.pieces(self.where(self.group[group], dims))
 
     def charge(self, total: dict[str, float], resource: str, times: int, part: tuple[float, float], node: int) -> None:
         """In a loop nothing hides for longer than a trip works."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 
 import numpy as np
 
-from jaxauto.core import Kind, Value
+from jaxauto.core import Graph, Kind, Value
 from jaxauto.graph import HOST, value_bytes, walk
 from jaxauto.groups import WHOLE, Groups
+from jaxauto.rewrite.away import fetched
 from jaxauto.solve.remat import Variant
 
 
@@ -26,15 +27,33 @@ def spatial_dims(groups: Groups) -> frozenset[tuple[int, int]]:
     return frozenset((group, dims[i]) for (group, dims), i, f in named if f.startswith("s") and dims[i] != WHOLE)
 
 
-def offloaded_bytes(variant: Variant, groups: Groups) -> np.ndarray:
-    """Bytes that go to host memory and come back in a step, whole arrays, counted at the buffer (of no size) that goes: ``[buffers]``."""
-    moved = np.zeros(len(variant.buffers.ids))
-    if variant.offloaded:
-        sent = [out for node in walk(variant.rewritten.graph) if node.params.get("space") == HOST for out in node.outputs]
-        for k in np.nonzero(np.isin(variant.buffers.ids, sent))[0]:
-            value = groups.graph.values[int(variant.origin[k])]
-            moved[k] = 2.0 * value_bytes(value) * (groups.times[value.producer.id] if value.producer else trips(groups, value.id))
+def host_traffic(variant: Variant, groups: Groups) -> dict[str, np.ndarray]:
+    """Bytes that go to host memory and come back in a step, whole arrays, ``[buffers]``, by the resource that they are charged to.
+
+    Residuals are counted at the buffer (of no size) that goes, state at the one that comes.
+    """
+    moved = {"prefetch": np.zeros(len(variant.buffers.ids)), "blocking": np.zeros(len(variant.buffers.ids))}
+    if not variant.offloaded:
+        return moved
+    place = {number: k for k, number in enumerate(variant.buffers.ids.tolist())}
+    for resource, number in crossings(variant.rewritten.graph):
+        value = groups.graph.values[int(variant.origin[place[number]])]
+        times = groups.times[value.producer.id] if value.producer else trips(groups, value.id)
+        moved[resource][place[number]] = 2.0 * value_bytes(value) * times
     return moved
+
+
+def crossings(graph: Graph) -> Iterator[tuple[str, int]]:
+    """(resource, value) of each array that crosses the host's link in a step, there and back.
+
+    Updates wait for what is fetched: XLA:GPU makes a block's gradients together, and then fetches for one after the other.
+    """
+    returned = {x for x in graph.outputs if isinstance(x, int)}
+    for node in walk(graph):
+        if node.params.get("space") == HOST and returned.isdisjoint(node.outputs):
+            yield "prefetch", node.outputs[0]
+    for leaf in fetched(graph):
+        yield from (("blocking", copy.outputs[0]) for copy in leaf.copies)
 
 
 def buffer_runs(variant: Variant, groups: Groups) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 A level is a threshold on seconds per byte: in each block the residuals that cost less than that to make again are dropped, in the order of
 ``frontier.py``. Level 0 is the step as written. Thresholds are taken where together they drop even shares of all residual bytes.
-With offloading there are more levels: of what a level still keeps, the dearest to make again go to the host's memory, half or all of them.
+With offloading there are more levels: of what a level still keeps, the dearest to make again go to the host's memory, half or all of them;
+and so does what only the optimizer reads.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from jaxauto.solve.nested import nestings
 MAX_LEVELS = 8
 _OFFLOADED = (0.5, 1.0)  # shares of what is kept
 _LARGE = 0.05  # of the largest residual: less is not worth a transfer
+_SENT = 1e-3  # of all state: an array that takes less stays on the device
 _APART = 1.2  # prices nearer than this factor are one: alike layers shall not differ by rounding
 _ELEMENTWISE = 0.25  # of its traffic is what an elementwise equation costs again: most of it is fused away
 
@@ -42,8 +44,8 @@ Kept = tuple[frozenset[int] | None, ...]  # what each block keeps; None: as writ
 
 @dataclass(frozen=True)
 class Level:
-    """``kept[b]``: what block b keeps, None for as written; ``offloaded``: what of it is kept in the host's memory; ``remade``: what lies
-    between blocks and is made again as well (``reruns.py``)."""
+    """``kept[b]``: what block b keeps, None for as written; ``offloaded``: what of it is kept in the host's memory, state too (as an argument
+    and as the result that it becomes); ``remade``: what lies between blocks and is made again as well (``reruns.py``)."""
 
     threshold: float
     kept: Kept
@@ -59,7 +61,7 @@ class Variant:
       rewritten: the new graph.
       buffers: its buffers; ``origin[k]`` is the value as written that buffer k is a copy of, ``stacked[k]`` whether it has one
         leading dimension more.
-      offloaded: values that are in host memory between the passes. remade: values between blocks that are made again.
+      offloaded: values that are in host memory between the passes, state before and after them. remade: values between blocks that are made again.
       extra: node id (as written) → how often it runs again in a step.
     """
 
@@ -76,10 +78,16 @@ class Variant:
 class Remat:
     """The blocks of a step and what can be decided of them."""
 
-    def __init__(self, graph: Graph, groups: Groups, aliased: frozenset[int], chip: Any, *, devices: int = 2):
-        """``devices``: that the program runs on; on one no gradient is summed before it is used."""
+    def __init__(
+        self, graph: Graph, groups: Groups, aliased: frozenset[int], chip: Any, *, devices: int = 2, movable: Mapping[int, int] | None = None
+    ):
+        """``devices``: that the program runs on; on one no gradient is summed before it is used.
+
+        ``movable``: arguments that only the optimizer reads → the results that they become.
+        """
         self.graph, self.groups, self.aliased, self.chip, self.devices = graph, groups, aliased, chip, devices
         self.blocks = find_blocks(graph)
+        self.movable = movable or {}
         self.operations = {op.node.id: op for op in groups.operations}
         self._variants: dict[tuple, Variant] = {}
         self._rules: dict[int, tuple[Any, OpRule]] = {}
@@ -101,13 +109,27 @@ class Remat:
         """``levels()``, then those that offload."""
         levels = self.levels()
         found = list(levels)
-        for level in levels:
-            dearest = self._dearest(level)
-            for share in _OFFLOADED:
-                offloaded = frozenset(dearest[: math.ceil(share * len(dearest))])
+        for state, share in itertools.product([self.state(of) for of in (0.0, *_OFFLOADED)], (0.0, *_OFFLOADED)):
+            for level in levels:
+                dearest = self._dearest(level)
+                offloaded = state | frozenset(dearest[: math.ceil(share * len(dearest))])
                 if offloaded and all(offloaded != other.offloaded or level.kept != other.kept for other in found):
                     found.append(Level(level.threshold, level.kept, offloaded))
         return found
+
+    def state(self, share: float) -> frozenset[int]:
+        """``share`` of the bytes of what only the optimizer reads, and the results that it becomes.
+
+        Small arrays first: while one is updated, the device has it after all. On TPU none: XLA:TPU drops the barrier, fetches all from the
+        start of the step on, and needs more memory than without (scripts/results/state.md).
+        """
+        if self.chip.platform == "tpu" or not self.movable or not share:
+            return frozenset()
+        size = {x: value_bytes(self.graph.values[x]) for x in self.movable}
+        large = sorted((x for x in size if size[x] >= _SENT * sum(size.values())), key=lambda x: (size[x], x))
+        before = itertools.accumulate((size[x] for x in large), initial=0.0)
+        chosen = [x for x, there in zip(large, before, strict=False) if there < share * sum(size[x] for x in large)]
+        return frozenset((*chosen, *(self.movable[x] for x in chosen)))
 
     def nested(self, level: Level) -> list[Level]:
         """Levels that keep what ``level`` does, and make some of what lies between blocks again too: ever less memory."""
@@ -205,7 +227,7 @@ class Remat:
         graph = rewritten.graph
         rules = self.groups.rules if graph is self.graph else {node.id: self._rule(node) for node in walk(graph) if not node.bodies}
         chip, rates = self.chip, (bytes_per_flop(self.chip), ops_per_byte(self.chip))
-        buffers = find_buffers(graph, rules, self.aliased, chip.platform, *rates, devices=self.devices)
+        buffers = find_buffers(graph, rules, self.aliased - offloaded, chip.platform, *rates, devices=self.devices)
         ids = buffers.ids.tolist()
         origin = np.array([rewritten.origin.get(n, n) for n in ids], int)
         stacked = np.array([n in rewritten.stacked for n in ids], bool)

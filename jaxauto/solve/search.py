@@ -55,6 +55,7 @@ _MIXES = 8  # choices of a chain that are tried, each for less room; half as man
 _PATIENCE = 2  # mixtures of blocks that are no better, before less room is given up
 _CLOSER, _AROUND = 3, 24  # times that levels between are looked at, and how many of them
 _BEHIND = 1.05  # times the seconds of an answer on another mesh: where that is not worth it
+_SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)  # of the state, in the host's memory
 _DESCENTS = 3  # each with the peak of the one before as a further row
 _SMALL = 300  # states in all: up to that the optimum is sought even where the gap is less
 
@@ -283,6 +284,8 @@ class Search:
             mixed = mixed and self._descended(mixed, budget_bytes)
             if mixed is not None and mixed.seconds < found.best.seconds:
                 found.best, self.models[_MIXED] = mixed, mixed.model
+        found.fitting += self._at_home(found, budget_bytes)
+        found.best = min([found.best, *found.fitting], key=lambda c: c.seconds)
         found.fitting += self._swap(found.best, levels, budget_bytes)
         found.best = min([found.best, *found.fitting], key=lambda c: c.seconds)
         if _MIXED in self.models:  # a program of its own, with a bound of its own
@@ -302,6 +305,17 @@ class Search:
         if behind:
             self._close(found, budget_bytes)  # it may be ahead now
         found.seconds_spent["milp"] = time.monotonic() - started
+
+    def _at_home(self, found: Found, budget_bytes: float) -> list[Candidate]:
+        """Candidates like the best and the leanest with less of the state in the host's memory, where that fits."""
+        assert found.best is not None
+        state = self.remat.state(1.0)
+        if not found.best.variant.offloaded & state:
+            return []
+        leanest = min((c for c in found.fitting if c.variant.offloaded & state), key=lambda c: c.peak_bytes)
+        shares = {self.remat.state(share): None for share in _SHARES}
+        tried = (self._keeping(c, c.variant.kept, c.variant.offloaded - state | s) for c in (found.best, leanest) for s in shares)
+        return [c for c in tried if c.peak_bytes <= budget_bytes]
 
     def _swap(self, best: Candidate, levels: list[Level], budget_bytes: float) -> list[Candidate]:
         """Candidates that keep what ``best`` does but for some values (``swaps.py``), where that is faster; their level is added."""
@@ -393,8 +407,8 @@ class Search:
     def mixture(self, base: Candidate, levels: list[Level], choice: Sequence[int]) -> Candidate:
         """The sharding of ``base`` with block ``b`` kept as ``levels[choice[b]]`` keeps it."""
         kept = tuple(levels[c].kept[b] for b, c in enumerate(choice))
-        offloaded = frozenset().union(*(levels[c].offloaded & self.remat.values_of(b) for b, c in enumerate(choice)))
-        return self._keeping(base, kept, offloaded)
+        offloaded = [levels[c].offloaded & self.remat.values_of(b) for b, c in enumerate(choice)]
+        return self._keeping(base, kept, frozenset().union(base.variant.offloaded & self.remat.state(1.0), *offloaded))
 
     def _keeping(self, base: Candidate, kept: Kept, offloaded: frozenset[int]) -> Candidate:
         """The sharding of ``base`` where blocks keep something else."""

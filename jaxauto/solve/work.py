@@ -11,7 +11,7 @@ from jaxauto.cost.compute import operation_seconds, traffic_seconds
 from jaxauto.cost.halo import SIDES
 from jaxauto.cost.onchip import Near, capacity
 from jaxauto.groups import Operation
-from jaxauto.solve.facts import buffer_runs, offloaded_bytes
+from jaxauto.solve.facts import buffer_runs, host_traffic
 
 if TYPE_CHECKING:
     from jaxauto.solve.model import Model
@@ -24,12 +24,15 @@ def add_traffic(model: Model) -> None:
     by_class = np.bincount(model.buffer_class, b.bytes_ * (b.reads + b.written) * runs, minlength=count)
     spared = _spared(model, runs)
     fed = b.is_input & ~np.isin(variant.origin, list(model.program.known_early))
-    from_host = np.bincount(model.buffer_class, b.bytes_ * fed + offloaded_bytes(variant, model.groups), minlength=count)
+    crossing = host_traffic(variant, model.groups)
+    crossing["prefetch"] += b.bytes_ * fed
+    from_host = {resource: np.bincount(model.buffer_class, bytes_, minlength=count) for resource, bytes_ in crossing.items()}
     for c, (v, _) in enumerate(model.classes):
         if by_class[c]:
             model.problem.add_unary("compute", v, traffic_seconds((by_class[c] - spared.get(c, 0.0)) * model.fraction[c], chip))
-        if from_host[c]:  # the batch comes anew each step, what is offloaded goes and comes: each device gets its piece
-            model.problem.add_unary("prefetch", v, from_host[c] / model.pieces[c] / chip.host_bandwidth)
+        for resource, bytes_ in from_host.items():
+            if bytes_[c]:  # the batch comes anew each step, what is offloaded goes and comes: each device gets its piece
+                model.problem.add_unary(resource, v, bytes_[c] / model.pieces[c] / chip.host_bandwidth)
 
 
 def _spared(model: Model, runs: np.ndarray) -> dict[int, np.ndarray]:
