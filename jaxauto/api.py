@@ -41,7 +41,8 @@ def plan(
       mesh: jax.sharding.Mesh, or axis sizes such as ``{"data": 4, "model": 2}``; None: shape and axes are searched.
       target: ``"v5p:4x4x4"``, ``"h100:8"``, a ``jaxauto.Target``; None: ``jax.devices()``.
       memory_budget: bytes for each device, ``"14GiB"``, or a fraction such as 0.9; None: what the chip has, less a margin.
-      remat: ``"auto"`` | ``"off"`` | ``"offload"`` (activations may wait for the backward pass in the host's memory).
+      remat: ``"auto"`` | ``"off"`` | ``"offload"`` (activations may wait for the backward pass in the host's
+        memory; on GPU, what only the optimizer reads may wait there for its update, and ``plan.place`` and ``plan.init`` put it there).
       constraints: globs over argument paths → PartitionSpec, e.g. ``{"0.params.*.kernel": P(None, "model")}``.
       donate_argnums: as ``jax.jit``; None: every argument that comes back as an output.
       static_argnums, static_argnames: as ``jax.jit``.

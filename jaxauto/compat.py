@@ -182,6 +182,11 @@ def compile_stablehlo(module: str, devices: list, options: dict) -> tuple[str, A
     return executable.hlo_modules()[0].to_string(), executable.get_compiled_memory_stats(), dict(cost or {})
 
 
+def is_in_host(array: Any) -> bool:
+    """Whether a traced array is in the host's memory, beside a device that has its own."""
+    return getattr(jax.typeof(array), "memory_space", None) == jax.memory.Space.Host
+
+
 def transferred(array: Any, kind: str) -> Any:
     """``array`` in the memory kind ``"pinned_host"`` or ``"device"``, inside a jitted function; its sharding stays."""
     return jax.device_put(array, jax.memory.Space.Host if kind == "pinned_host" else jax.memory.Space.Device)

@@ -323,7 +323,7 @@ class Decisions:
       made: value id → sharding it is made in before it gets the one in ``values``: a conversion that narrows comes before a gather.
       finished: gradients of the straight program that a recomputation waits for on CPU, where they come before it: the scheduler would
         put them off and keep what they read.
-      offloaded: values that are in the host's memory between the passes.
+      offloaded: values that are in the host's memory between the passes; arguments and results that are there between steps.
       remade: values between blocks that are made again for the backward pass, see ``reruns.py``.
       in_order: gradients, those summed over devices too, that loops and recomputations of the backward pass wait for
         where the compiler is held to the order of the program (``rewrite/order.py``): all on GPU; on TPU those summed over

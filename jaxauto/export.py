@@ -112,6 +112,8 @@ def _data(plan: Plan) -> str:
     specs = "".join(f"    {path!r}: {spec_text(spec)},\n" for path, spec in plan.specs.items())
     keywords = [path for path in plan.in_paths if not path.partition(".")[0].isdigit()]
     note = "# Keyword arguments of the step must be passed by position: jax.jit takes in_shardings for those alone.\n" if keywords else ""
+    if plan.in_host:
+        note += f"# The plan keeps {len(plan.in_host)} of them in host memory between steps; here they stay on the device.\n"
     outs = "".join(f"    {spec_text(spec)},  # {_comment(path)}\n" for path, spec in zip(plan.out_paths, plan.out_specs, strict=True))
     return (
         f"\nMESH = {dict(plan.mesh.shape)!r}\n"
@@ -139,11 +141,8 @@ def policy_source(graph: Graph, decisions: Decisions) -> str:
     """Source of ``checkpoint_policy()``, or a comment when nothing is recomputed."""
     if all(kept is None for kept in decisions.kept):
         return "\n# Rematerialisation: none; everything is kept as the step is written.\n"
-    away = (
-        f"\n# The plan keeps {len(decisions.offloaded)} arrays in host memory; this policy saves them on the device.\n"
-        if decisions.offloaded
-        else ""
-    )
+    sent = decisions.offloaded.difference(graph.inputs, graph.outputs)
+    away = f"\n# The plan keeps {len(sent)} arrays in host memory; this policy saves them on the device.\n" if sent else ""
     table = {key: turns for key, turns in policy_table(graph, decisions, detailed=False).items() if any(turns)}
     return away + _POLICY.format(table=pprint.pformat(table, width=130, sort_dicts=False))
 

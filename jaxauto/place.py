@@ -28,10 +28,17 @@ def put(leaves: Sequence[Any], shardings: Sequence[Any], paths: Sequence[str]) -
                 continue
         moved.append(k)
     if moved:  # a copy, never an alias: donating what is placed must not delete what the user holds
-        arrays = jax.device_put([placed[k] for k in moved], [shardings[k] for k in moved], may_alias=False)
+        apart = [_apart(placed[k], shardings[k]) for k in moved]
+        arrays = jax.device_put(apart, [shardings[k] for k in moved], may_alias=False)
         for k, array in zip(moved, arrays, strict=True):
             placed[k] = array
     return placed
+
+
+def _apart(leaf: Any, sharding: Any) -> Any:
+    """``leaf``, or a copy: what becomes replicated shares its memory on the device where it is, whatever ``may_alias`` says (jax 0.10)."""
+    whole = isinstance(leaf, jax.Array) and sharding.shard_shape(leaf.shape) == leaf.shape
+    return leaf.copy() if whole and not leaf.sharding.device_set.isdisjoint(sharding.device_set) else leaf
 
 
 def init(plan: Any, init_fn: Callable, args: tuple) -> Any:

@@ -187,7 +187,9 @@ def searched(step: Step, target: Target, budget: float, options: Options, progre
     """
     started = time.monotonic()
     meshes = mesh_candidates(options.mesh, target, _mesh_in_step(step))
-    remat = Remat(step.graph, step.groups, step.aliased, target.chip, devices=max(mesh.num_devices for mesh in meshes), movable=step.movable)
+    remat = Remat(
+        step.graph, step.groups, step.aliased, target.chip, devices=max(mesh.num_devices for mesh in meshes), movable=step.movable
+    )
     levels = {"off": lambda: remat.levels()[:1], "auto": remat.levels, "offload": remat.levels_with_host}[options.remat]()
     deadline = started + options.time_limit
     results: list[tuple[Search, Found]] = []
@@ -388,9 +390,7 @@ def state_decisions(solved: Solved, best: Candidate) -> list[RematDecision]:
         if number in best.variant.offloaded:
             value = step.graph.values[number]
             pieces = float(shards(model.position(best.x, number)[None], model.mesh.sizes)[0])
-            decisions.append(
-                RematDecision(f"state: {path}", "offloaded", value.shape, str(value.dtype), value_bytes(value) / pieces, 0.0)
-            )
+            decisions.append(RematDecision(f"state: {path}", "offloaded", value.shape, str(value.dtype), value_bytes(value) / pieces, 0.0))
     return decisions
 
 

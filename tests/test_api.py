@@ -95,6 +95,21 @@ def test_place_puts_arrays_where_the_plan_wants_them_and_leaves_the_users_alone(
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(placed_state["params"])), "the placed ones were"
 
 
+def test_what_is_replicated_is_placed_as_a_copy_too():
+    """A count of steps, a key, weights that nothing divides: on the device where they were, the placed array must not be the user's."""
+
+    def count(state, x):
+        key, _ = jax.random.split(state["key"])
+        return {"steps": state["steps"] + 1, "odd": state["odd"] * 0.5, "key": key}, x.sum()
+
+    state, x = {"steps": jnp.int32(0), "odd": jnp.ones((3, 5)), "key": jax.random.key(0)}, jnp.ones((8, 4))
+    plan = jaxauto.plan(count, state, x, mesh={"data": 8}, certify=False)
+    placed = plan.place(state, x)
+    plan.jit()(*placed)
+    assert [leaf.is_deleted() for leaf in jax.tree.leaves(placed[0])] == [True] * 3
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, x)))
+
+
 def test_init_makes_the_state_sharded_and_equal(planned):
     born = planned.init(init, jax.random.key(0))
     assert born["params"]["w1"].sharding.is_equivalent_to(planned.in_shardings[0]["params"]["w1"], 2)

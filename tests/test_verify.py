@@ -239,7 +239,7 @@ def test_where_gaps_in_the_heap_alone_are_too_much_the_compiler_is_told_of_the_b
 @pytest.mark.parametrize("share", [0.0, 1e-6, 0.9])
 @pytest.mark.parametrize("least, found", [(0.99, True), (0.9999, True), (1.0, False)])
 def test_the_leanest_plan_is_compiled_though_it_is_told_to_need_nearly_as_much(monkeypatch, least, found, share):
-    """The compiler may see that otherwise: the least that users are told of is what it needs for that very plan. It is not compiled twice."""
+    """The compiler may see that otherwise: what users are told of is what it needs for that very plan. It is not compiled twice."""
     free = jaxauto.plan(step, *ARGS, mesh=MESH, certify=False)
     most = free.estimate.peak_memory
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxauto import compat
 from jaxauto.core import Decisions, Graph, Node, Sharding
 from jaxauto.rewrite.evaluate import Pins, evaluator
 from jaxauto.rewrite.offload import offload
@@ -97,14 +98,15 @@ def after_last(arrays: list, awaited: Sequence = ()) -> list:
     """A barrier that XLA:CPU respects: it drops ``optimization_barrier`` before it merges equal subexpressions.
 
     Every array passes through a select whose predicate is always true, reads the last floating-point array and all that is ``awaited``, and
-    cannot be folded: 0 · x is 0 or NaN, and neither is 1.
+    cannot be folded: 0 · x is 0 or NaN, and neither is 1. But not what is in the host's memory, where nothing can be computed.
     """
-    floating = [k for k, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating) and x.size]
+    here = [k for k, x in enumerate(arrays) if not compat.is_in_host(x)]
+    floating = [k for k in here if jnp.issubdtype(arrays[k].dtype, jnp.floating) and arrays[k].size]
     if not floating:
         return list(lax.optimization_barrier(tuple(arrays)))
     always = functools.reduce(jnp.logical_and, [_true(x) for x in (arrays[floating[-1]], *awaited)])
     return [
-        x if k == floating[-1] or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else _selected(always, x)
+        x if k == floating[-1] or k not in here or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else _selected(always, x)
         for k, x in enumerate(arrays)
     ]
 

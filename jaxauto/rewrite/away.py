@@ -1,8 +1,8 @@
 """State in the host's memory: arguments of a program come from there for the update alone, and what becomes of them goes back.
 
-What only the optimizer reads (moments) is fetched leaf by leaf: a barrier holds it back until its gradient is there and the parameter before
-it is done, so that the device holds the moments of one leaf at a time. Fetched at the start of a step, as training recipes do it, they take
-as much of the device's memory as ever (scripts/results/state.md).
+What only the optimizer reads (moments) is fetched leaf by leaf: a barrier holds it back until its gradient is there and the parameter
+before it is done, so that the device holds the moments of one leaf at a time. Fetched at the start of a step, as training recipes do it,
+they take as much of the device's memory as ever (scripts/results/state.md).
 """
 
 from __future__ import annotations
@@ -143,34 +143,50 @@ def _leaves(graph: Graph, members: Sequence[int], readers: Mapping[int, list[int
     for x, gradient in _gradients(graph, members, made).items():
         groups.setdefault(gradient, []).append(x)
     ordered = sorted(groups.items(), key=lambda group: len(graph.nodes) if group[0] is None else made[group[0]][0])
-    owner = {x: 1 << turn for turn, (_, group) in enumerate(ordered) for x in group}
-    depends = dict(owner)  # value → leaves that it is made of
-    for node in graph.nodes:
-        bits = 0
-        for x in node.inputs:
-            bits |= depends.get(x, 0) if isinstance(x, int) else 0
-        depends.update(dict.fromkeys(node.outputs, bits))
-    several = 1 << len(ordered)
-    single = lambda bits: bits and not bits & (bits - 1)  # noqa: E731
-    reaches: dict[int, int] = {}  # value → leaves whose results alone are made of it; ``several``: others too
-    for x in graph.outputs:
-        if isinstance(x, int):
-            reaches[x] = reaches.get(x, 0) | (depends.get(x, 0) if single(depends.get(x, 0)) else several)
-    for node in reversed(graph.nodes):
-        bits = 0
-        for out in node.outputs:
-            bits |= reaches.get(out, 0)
-        for x in node.inputs:
-            if isinstance(x, int):
-                reaches[x] = reaches.get(x, 0) | bits
+    depends = _depends(graph, {x: 1 << turn for turn, (_, group) in enumerate(ordered) for x in group})
+    reaches = _reaches(graph, depends, 1 << len(ordered))
     found = []
     for turn, (gradient, group) in enumerate(ordered):
         own = 1 << turn
-        tied = [graph.nodes[k] for k in readers.get(gradient, ()) if not graph.nodes[k].backward] if gradient is not None else []
-        tied = [node for node in tied if all(reaches.get(out, own) == own for out in node.outputs)]
+        free = gradient is not None and not depends.get(gradient, 0)
+        tied = [graph.nodes[k] for k in readers.get(gradient, ()) if not graph.nodes[k].backward] if gradient is not None and free else []
         results = [x for x in graph.outputs if isinstance(x, int) and x not in sent and depends.get(x) == own and reaches[x] == own]
-        done = max(results, key=lambda x: made[x][0], default=None)
-        found.append(_Leaf(gradient if not depends.get(gradient or -1, 0) else None, tuple(group), tuple(tied), done))
+        found.append(
+            _Leaf(
+                gradient=gradient if free else None,
+                members=tuple(group),
+                readers=tuple(node for node in tied if all(reaches.get(out, own) == own for out in node.outputs)),
+                done=max(results, key=lambda x: made[x][0], default=None),
+            )
+        )
+    return found
+
+
+def _depends(graph: Graph, leaves: Mapping[int, int]) -> dict[int, int]:
+    """Value → the leaves, one bit each, that it is made of. ``leaves``: argument → its leaf."""
+    found = dict(leaves)
+    for node in graph.nodes:
+        bits = 0
+        for x in node.inputs:
+            bits |= found.get(x, 0) if isinstance(x, int) else 0
+        found.update(dict.fromkeys(node.outputs, bits))
+    return found
+
+
+def _reaches(graph: Graph, depends: Mapping[int, int], other: int) -> dict[int, int]:
+    """Value → the leaves that results are made of, each of one alone, which it is read for; the bit ``other``: for other results too."""
+    found: dict[int, int] = {}
+    for x in graph.outputs:
+        if isinstance(x, int):
+            bits = depends.get(x, 0)
+            found[x] = found.get(x, 0) | (bits if bits and not bits & (bits - 1) else other)
+    for node in reversed(graph.nodes):
+        bits = 0
+        for out in node.outputs:
+            bits |= found.get(out, 0)
+        for x in node.inputs:
+            if isinstance(x, int):
+                found[x] = found.get(x, 0) | bits
     return found
 
 

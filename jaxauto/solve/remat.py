@@ -44,8 +44,8 @@ Kept = tuple[frozenset[int] | None, ...]  # what each block keeps; None: as writ
 
 @dataclass(frozen=True)
 class Level:
-    """``kept[b]``: what block b keeps, None for as written; ``offloaded``: what of it is kept in the host's memory, state too (as an argument
-    and as the result that it becomes); ``remade``: what lies between blocks and is made again as well (``reruns.py``)."""
+    """``kept[b]``: what block b keeps, None for as written; ``offloaded``: what of it is kept in the host's memory, and state, both as an
+    argument and as the result that it becomes; ``remade``: what lies between blocks and is made again as well (``reruns.py``)."""
 
     threshold: float
     kept: Kept
@@ -61,7 +61,8 @@ class Variant:
       rewritten: the new graph.
       buffers: its buffers; ``origin[k]`` is the value as written that buffer k is a copy of, ``stacked[k]`` whether it has one
         leading dimension more.
-      offloaded: values that are in host memory between the passes, state before and after them. remade: values between blocks that are made again.
+      offloaded: values that are in host memory between the passes, state before and after them. remade: values between blocks that are made
+        again.
       extra: node id (as written) → how often it runs again in a step.
     """
 
@@ -79,7 +80,14 @@ class Remat:
     """The blocks of a step and what can be decided of them."""
 
     def __init__(
-        self, graph: Graph, groups: Groups, aliased: frozenset[int], chip: Any, *, devices: int = 2, movable: Mapping[int, int] | None = None
+        self,
+        graph: Graph,
+        groups: Groups,
+        aliased: frozenset[int],
+        chip: Any,
+        *,
+        devices: int = 2,
+        movable: Mapping[int, int] | None = None,
     ):
         """``devices``: that the program runs on; on one no gradient is summed before it is used.
 
