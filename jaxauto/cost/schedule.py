@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from jaxauto.cost.traffic import COLLECTIVES, COPIES, call_target, hbm_bytes, host_bytes
+from jaxauto.cost.traffic import COLLECTIVES, call_target, hbm_bytes, host_bytes, is_copy
 from jaxauto.hlo import Computation, HloCollective, Instruction, Module
 from jaxauto.hlo_collectives import Groups, background, continues
 from jaxauto.hlo_ops import matmul_flops
@@ -211,7 +211,7 @@ class _Timeline:
             if i.name in calls:
                 for name, times in calls[i.name]:
                     self.spent.add(self.clock.run(name), times)
-            elif i.opcode in COPIES:
+            elif is_copy(i):
                 self._copy(i)
             elif not self._await(i):
                 self._issue(i)

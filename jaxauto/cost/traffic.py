@@ -24,7 +24,7 @@ _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # in place -> which opera
 HOST = 5  # the memory space of pinned host memory
 _DEPTH = 50  # of nested fusions and views followed
 COLLECTIVES = frozenset(f"{kind}{part}" for kind in KINDS for part in ("", "-start"))
-COPIES = frozenset({"copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start"})
+_COPIES = frozenset({"copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start"})
 
 
 def hbm_bytes(module: Module, computation: Computation, i: Instruction) -> float:
@@ -35,6 +35,8 @@ def hbm_bytes(module: Module, computation: Computation, i: Instruction) -> float
     """
     if i.opcode in _FREE or i.opcode in COLLECTIVES or i.opcode.endswith("-done") or call_target(i) in FREE_CALLS:
         return 0.0
+    if is_copy(i):
+        return _copy_bytes(module, i)
     if names := background(i):
         wrapped = [module.computations[name] for name in names if name in module.computations]
         return sum(hbm_bytes(module, c, inner) for c in wrapped for inner in c.instructions)
@@ -50,9 +52,12 @@ def hbm_bytes(module: Module, computation: Computation, i: Instruction) -> float
         update = operands[_UPDATES[i.opcode]].shapes[0]
         passes = 2 if i.opcode == "scatter" else 1  # a scatter reads what it adds to
         return _bytes(module, update) + (passes * update.padded_bytes if result else 0.0)
-    if i.opcode in COPIES:
-        return _copy_bytes(module, i)
     return result + sum(read)
+
+
+def is_copy(i: Instruction) -> bool:
+    """Whether an instruction starts an async copy: of an array or a slice; on GPU those of the host's memory are fusions."""
+    return i.opcode in _COPIES or (i.opcode == "fusion-start" and any(s.memory_space == HOST for s in i.shapes))
 
 
 def call_target(i: Instruction) -> str:
@@ -61,7 +66,7 @@ def call_target(i: Instruction) -> str:
 
 
 def _bytes(module: Module, shape: Shape) -> float:
-    return 0.0 if module.tiled and shape.memory_space else shape.padded_bytes
+    return 0.0 if shape.memory_space == HOST or (module.tiled and shape.memory_space) else shape.padded_bytes
 
 
 def _callee(module: Module, i: Instruction) -> Computation | None:

@@ -254,6 +254,26 @@ def test_offloading_runs_beside_compute_over_the_hosts_link(host_bandwidth, tota
     assert schedule_seconds(module(text), chip, lambda c: 0.0).total_seconds == pytest.approx(total)
 
 
+@pytest.mark.parametrize(("host_bandwidth", "total"), [(10.0, 300), (0.4, 500)])
+def test_slices_of_stacks_in_the_hosts_memory_are_fusions_on_gpu(host_bandwidth, total):
+    """One row of 50 float32: written to HBM in 200 s, beside 100 s of other work; over the link in 20 or 500 s."""
+
+    @dataclass(frozen=True)
+    class WithHost(Chip):
+        host_bandwidth: float = 0.0
+
+    inner = "%s = f32[4,50]{1,0:S(5)} parameter(0)\n%k = s32[] parameter(1)\n%y = f32[1,50]{1,0} dynamic-slice(%s, %k)"
+    text = """%p = f32[4,50]{1,0:S(5)} parameter(0)
+    %q = f32[12]{0} parameter(1)
+    %i = s32[] parameter(2)
+    %start = ((f32[4,50]{1,0:S(5)}, s32[]), f32[1,50]{1,0}, u32[]) fusion-start(%p, %i), calls=%slice
+    %x = f32[13]{0} custom-call(%q), custom_call_target="something"
+    %r = f32[1,50]{1,0} fusion-done(%start)"""
+    chip = WithHost(CHIP.flops, CHIP.hbm_bandwidth, host_bandwidth=host_bandwidth)
+    found = schedule_seconds(module(text, computation("slice", inner)), chip, lambda c: 0.0)
+    assert found.total_seconds == pytest.approx(total)
+
+
 def test_loops_multiply_and_nothing_in_a_fusion_counts_twice():
     body = computation(
         "body",
