@@ -1,10 +1,10 @@
 """What offloading and padding bring, by the compilers: python scripts/bench_offload.py [--only NAME]. Writes results/offload.md.
 
 For each step the least memory that plans need without the host's (``remat="auto"``, as the planner tells and the compiler was seen to
-need), then budgets below that with ``remat="offload"``: compiled memory of the device, estimated and compiled memory of the host, and seconds by
-the roofline of the compiled schedule, in which copies over the host's link follow each other; "link free": the same schedule with a link
-that takes no time, so that the difference is what the step waits for. And a loss over a vocabulary that no axis divides, beside the same
-with the vocabulary padded.
+need), then budgets below that with ``remat="offload"``: compiled memory of the device, estimated and compiled memory of the host, and
+seconds by the roofline of the compiled schedule, in which copies over the host's link follow each other; "link free": the same schedule
+with a link that takes no time, so that the difference is what the step waits for. And a loss over a vocabulary that no axis divides, beside
+the same with the vocabulary padded.
 """
 
 from __future__ import annotations
