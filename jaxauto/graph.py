@@ -189,6 +189,17 @@ class TransferEqn:
         self.invars, self.outvars = [_Aval(aval)], [_Aval(aval)]
 
 
+class ConvertEqn:
+    """Stands where a ``convert_element_type`` from one aval to another would; ``eqn`` lends its source line."""
+
+    def __init__(self, eqn, aval, converted):
+        self.primitive = _Named("convert_element_type")
+        self.params: dict = {"new_dtype": converted.dtype, "weak_type": False, "sharding": None}
+        self.source_info = eqn.source_info
+        self.effects = frozenset()
+        self.invars, self.outvars = [_Aval(aval)], [_Aval(converted)]
+
+
 class _Named:
     def __init__(self, name: str):
         self.name = name

@@ -29,6 +29,7 @@ from jaxauto.cost.patterns import is_bound, is_shared, is_shifted, is_softmax, i
 from jaxauto.cost.stacks import stack_passes
 from jaxauto.graph import value_bytes, walk
 from jaxauto.rewrite.away import fetched
+from jaxauto.rewrite.narrow import only_multiplied
 
 _WRITES = frozenset({Kind.DOT, Kind.CONV, Kind.GATHER, Kind.SCATTER, Kind.SCAN, Kind.OPAQUE, Kind.CONTROL, Kind.REDUCE})
 _READS = _WRITES - {Kind.REDUCE}
@@ -74,6 +75,7 @@ class _Fusion:
         self.made_once, self.widened = MADE_ONCE[platform], _WIDENED.get(platform, ())
         self.platform, self.ops_per_byte, self.alone = platform, vector_rate, devices == 1
         self.values = graph.values
+        self.narrowed = only_multiplied(graph) if platform == "tpu" else frozenset()
         self.virtual: dict[int, frozenset[int]] = {}  # value → roots it is recomputed from
         self.made_twice: dict[int, frozenset[int]] = {}  # stored for a stack; a dot makes it once more, from these
         self.costly: set[int] = set()
@@ -149,6 +151,8 @@ class _Fusion:
         """Bytes of a buffer; arguments and results, also those of loops and barriers, have the type they are said to have."""
         value = self.values[self.copied.get(number, number)]
         keeps = number in fixed or is_bound(value)
+        if number in self.narrowed and not keeps:
+            return value_bytes(value) / 2
         if str(value.dtype) in self.widened and (number in self.copied or not keeps):
             return 4.0 * value.elements
         return value_bytes(value)

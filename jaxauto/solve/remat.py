@@ -25,6 +25,7 @@ from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import Groups
 from jaxauto.reruns import everything_in, find_reruns
 from jaxauto.rewrite.hoist import hoist
+from jaxauto.rewrite.narrow import narrow
 from jaxauto.rewrite.offload import offload
 from jaxauto.rewrite.program import Rewritten
 from jaxauto.rewrite.recompute import recompute
@@ -231,7 +232,7 @@ class Remat:
         chosen = {b: k for b, k in enumerate(kept) if k is not None}
         rewritten = offload(recompute(self.graph, chosen, remade, self.blocks) if chosen else Rewritten(self.graph, {}), offloaded)
         if self.chip.platform == "tpu":
-            rewritten = hoist(rewritten)
+            rewritten = hoist(narrow(rewritten))
         graph = rewritten.graph
         rules = self.groups.rules if graph is self.graph else {node.id: self._rule(node) for node in walk(graph) if not node.bodies}
         chip, rates = self.chip, (bytes_per_flop(self.chip), ops_per_byte(self.chip))

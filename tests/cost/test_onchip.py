@@ -80,14 +80,14 @@ def test_the_second_of_two_uses_finds_what_was_read_from_hbm_near():
 
 
 def test_there_is_room_for_so_much():
-    """Three arrays of 64 MiB, alive at once: the one that saves most for its size stays."""
+    """Three arrays of 32 MiB (only multiplied: in bfloat16), alive at once: those that save most for their size stay."""
 
     def wide(x, u, v):
         a, b, c = x @ u, x @ v, u @ v
         return a @ b + b @ c + c @ a
 
     _, buffers, placed = found(wide, *[array(4096, 4096)] * 3)
-    made = (buffers.bytes_ == 64 * MIB) & ~buffers.is_input & ~buffers.is_output
+    made = (buffers.bytes_ == 32 * MIB) & ~buffers.is_input & ~buffers.is_output
     assert made.sum() >= 3
     taken = np.zeros(buffers.length + 1)
     for k in np.nonzero(placed.written)[0]:

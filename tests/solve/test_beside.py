@@ -61,6 +61,9 @@ def test_a_stack_that_is_gathered_along_a_minor_dimension_is_copied_for_its_loop
     args = (spec(4, 512, 1024), spec(4, 1024, 512)), spec(2048, 512)
     best = best_of(scanned, args, target, {"0.*": P(*[None] * dim, "data"), "1": P("data")})
     found = readings(best.variant, best.model.groups)
+    if target.startswith("v5e"):
+        assert not found, "it reads stacks that are narrowed before the loop"
+        return
     assert len({r.stack for r in found}) == 2
     begin, end = min(r.begin for r in found), max(r.end for r in found)
     held = beside(best)[begin : end + 1]
