@@ -22,10 +22,10 @@ from jaxauto.trace import Traced, abstract
 
 @dataclass(frozen=True)
 class RematDecision:
-    """What happens to one residual (or a stack of them) between forward and backward pass, on one device.
+    """What happens to one residual (or a stack of them) between forward and backward pass, on one device; or to state between steps.
 
     Attributes:
-      name: block and scope, e.g. ``"block/3: attention/dot_general"``.
+      name: block and scope, e.g. ``"block/3: attention/dot_general"``; of state ``"state: "`` and the argument's path.
       action: ``"kept" | "recomputed" | "offloaded"``.
       bytes_: what it takes, or would take, on one device over all trips. seconds: what making it again takes, per step.
     """

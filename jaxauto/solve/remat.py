@@ -118,9 +118,10 @@ class Remat:
         """``levels()``, then those that offload."""
         levels = self.levels()
         found = list(levels)
-        for state, share in itertools.product([self.state(of) for of in (0.0, *_OFFLOADED)], (0.0, *_OFFLOADED)):
-            for level in levels:
-                dearest = self._dearest(level)
+        ordered = [(level, self._dearest(level)) for level in levels]
+        states = dict.fromkeys(self.state(of) for of in (0.0, *_OFFLOADED))
+        for state, share in itertools.product(states, (0.0, *_OFFLOADED)):
+            for level, dearest in ordered:
                 offloaded = state | frozenset(dearest[: math.ceil(share * len(dearest))])
                 if offloaded and all(offloaded != other.offloaded or level.kept != other.kept for other in found):
                     found.append(Level(level.threshold, level.kept, offloaded))
