@@ -188,7 +188,12 @@ def searched(step: Step, target: Target, budget: float, options: Options, progre
     started = time.monotonic()
     meshes = mesh_candidates(options.mesh, target, _mesh_in_step(step))
     remat = Remat(
-        step.graph, step.groups, step.aliased, target.chip, devices=max(mesh.num_devices for mesh in meshes), movable=step.movable
+        step.graph,
+        step.groups,
+        step.aliased,
+        target.chip,
+        devices=max(mesh.num_devices for mesh in meshes),
+        movable=step.movable if options.remat == "offload" else None,
     )
     levels = {"off": lambda: remat.levels()[:1], "auto": remat.levels, "offload": remat.levels_with_host}[options.remat]()
     deadline = started + options.time_limit

@@ -45,7 +45,11 @@ def rows(name: str, target: str) -> list[str]:
     step, args = STEPS[name](Target(target).num_devices)
     lines = []
     for remat in ("off", "auto"):
-        plan = jaxauto.plan(step, *args, target=target, mesh=mesh_of(target), remat=remat, certify=False, progress=False)
+        try:
+            plan = jaxauto.plan(step, *args, target=target, mesh=mesh_of(target), remat=remat, certify=False, progress=False)
+        except jaxauto.InfeasibleError as error:
+            lines.append(f"| {name} | {target} | {remat} | does not fit: {(error.least_bytes or 0) / 2**20:,.1f} MiB |")
+            continue
         found = plan.verify(timeout=900)
         cells = [name, target, "as written" if remat == "off" else "planned"]
         for quantity, unit in (("peak memory", 2**20), ("step time (roofline of the schedule)", 1e-3)):

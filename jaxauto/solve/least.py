@@ -26,7 +26,7 @@ _WORK = 0.2  # of the search's, for all questions together
 
 def least_memory(search: Search, levels: list[Level], found: Found, budget_bytes: float) -> None:
     """Make ``found.leanest`` the leanest candidate of all levels and their mixtures, and the best one if it fits after all."""
-    least = _Least(search, [*levels, *search.nested(levels)])
+    least = _Least(search, [*levels, *search.away(levels), *search.nested(levels)])
     least.lean()
     least.mix()
     least.halve()

@@ -3,7 +3,7 @@
 A level is a threshold on seconds per byte: in each block the residuals that cost less than that to make again are dropped, in the order of
 ``frontier.py``. Level 0 is the step as written. Thresholds are taken where together they drop even shares of all residual bytes.
 With offloading there are more levels: of what a level still keeps, the dearest to make again go to the host's memory, half or all of them;
-and so does what only the optimizer reads.
+and where the search asks for it, so does what only the optimizer reads.
 """
 
 from __future__ import annotations
@@ -118,14 +118,23 @@ class Remat:
         """``levels()``, then those that offload."""
         levels = self.levels()
         found = list(levels)
-        ordered = [(level, self._dearest(level)) for level in levels]
-        states = dict.fromkeys(self.state(of) for of in (0.0, *_OFFLOADED))
-        for state, share in itertools.product(states, (0.0, *_OFFLOADED)):
-            for level, dearest in ordered:
-                offloaded = state | frozenset(dearest[: math.ceil(share * len(dearest))])
+        for level in levels:
+            dearest = self._dearest(level)
+            for share in _OFFLOADED:
+                offloaded = frozenset(dearest[: math.ceil(share * len(dearest))])
                 if offloaded and all(offloaded != other.offloaded or level.kept != other.kept for other in found):
                     found.append(Level(level.threshold, level.kept, offloaded))
         return found
+
+    def with_state(self, levels: Sequence[Level]) -> list[Level]:
+        """``levels``, but those that send half, with all state that can move in the host's memory; none where none can."""
+        state = self.state(1.0)
+        most: dict[Kept, Level] = {}
+        for level in levels:
+            if level.kept not in most or len(most[level.kept].offloaded) <= len(level.offloaded):
+                most[level.kept] = level
+        wanted = [level for level in levels if not level.offloaded or level is most[level.kept]] if state else []
+        return [Level(level.threshold, level.kept, level.offloaded | state, level.remade) for level in wanted]
 
     def state(self, share: float) -> frozenset[int]:
         """``share`` of the bytes of what only the optimizer reads, and the results that it becomes.

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from jaxauto.core import MeshAxes
+from jaxauto.graph import value_bytes
 from jaxauto.solve.candidate import Candidate, Found, fastest_of_first, least_of_each
 from jaxauto.solve.chain import Option, least_budget, solve_chain
 from jaxauto.solve.choices import choices
@@ -81,6 +82,7 @@ class Search:
         self.bounds: dict[int, float] = {}
         self.models: dict[int, Model] = {}
         self.answers: dict[int, list[np.ndarray]] = defaultdict(list)
+        self.fastest = math.inf  # seconds, with memory without end
         self.price: float | None = None  # of memory, seconds per byte: where the level before ended
         self.written: list[np.ndarray] = []  # good shardings of the step as written where that does not fit
 
@@ -179,8 +181,11 @@ class Search:
         return candidate
 
     def _offered(self, fitting: Sequence[Candidate], levels: list[Level]) -> Iterator[Level]:
-        """``levels``; where nothing has come to fit by then, those nested in them, which are added to it."""
+        """``levels``, then those with state in the host's memory; where nothing has come to fit, those nested in them. They are added."""
         yield from levels
+        away = self.away(levels, min((c.seconds for c in fitting), default=math.inf))
+        levels += away
+        yield from away
         if not fitting:
             nested = self.nested(levels)
             levels += nested
@@ -192,10 +197,17 @@ class Search:
             return []
         return self.remat.nested(max((level for level in levels if not level.offloaded), key=lambda level: level.threshold))
 
+    def away(self, levels: Sequence[Level], best: float = math.inf) -> list[Level]:
+        """``levels`` with state in the host's memory; none where the least that can cross the link takes longer than ``best`` allows."""
+        least = sum(value_bytes(self.remat.graph.values[x]) for x in self.remat.state(_SHARES[1])) / self.mesh.num_devices
+        worth = self.fastest + least / self.chip.host_bandwidth < best  # each array counts as what comes and as what goes
+        return self.remat.with_state(levels) if worth and not self.out_of_time() else []
+
     def level(self, number: int, level: Level, budget_bytes: float) -> list[Candidate]:
         """Candidates of one level: without pressure, then under rising and bisected prices of memory."""
         model = self.models[number] = self.model(self.remat.variant(level.kept, level.offloaded, level.remade))
         free = self._unpriced(model, number)
+        self.fastest = min(self.fastest, free.seconds)
         if free.peak_bytes <= budget_bytes:
             return [free]
         lean = self.lean(model, number, budget_bytes)
@@ -307,14 +319,12 @@ class Search:
         found.seconds_spent["milp"] = time.monotonic() - started
 
     def _at_home(self, found: Found, budget_bytes: float) -> list[Candidate]:
-        """Candidates like the best and the leanest with less of the state in the host's memory, where that fits."""
-        assert found.best is not None
+        """Candidates like the fastest and the leanest that have state in the host's memory, with less of it there, where that fits."""
         state = self.remat.state(1.0)
-        if not found.best.variant.offloaded & state:
-            return []
-        leanest = min((c for c in found.fitting if c.variant.offloaded & state), key=lambda c: c.peak_bytes)
-        shares = {self.remat.state(share): None for share in _SHARES}
-        tried = (self._keeping(c, c.variant.kept, c.variant.offloaded - state | s) for c in (found.best, leanest) for s in shares)
+        away = [c for c in found.fitting if c.variant.offloaded & state]
+        bases = dict.fromkeys(min(away, key=key) for key in (lambda c: c.seconds, lambda c: c.peak_bytes)) if away else ()
+        shares = dict.fromkeys(self.remat.state(share) for share in _SHARES)
+        tried = (self._keeping(c, c.variant.kept, c.variant.offloaded - state | s) for c in bases for s in shares)
         return [c for c in tried if c.peak_bytes <= budget_bytes]
 
     def _swap(self, best: Candidate, levels: list[Level], budget_bytes: float) -> list[Candidate]:
