@@ -8,7 +8,6 @@ import hashlib
 import math
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,19 +15,20 @@ from typing import Any
 import jax
 
 from jaxauto import compat
-from jaxauto.blocks import closure
 from jaxauto.constraints import allowed_states, ignored_pins
 from jaxauto.core import Graph, MeshAxes
 from jaxauto.errors import InfeasibleError, InternalError, UnknownPrimitiveWarning
 from jaxauto.estimate import estimate, memory_by_kind
 from jaxauto.flow import data_dependent, feeding_operations
-from jaxauto.graph import build, value_bytes, walk
+from jaxauto.graph import build, walk
 from jaxauto.groups import Groups, find_groups
 from jaxauto.options import Options, budget_bytes, device_mesh, is_here, mesh_candidates
-from jaxauto.plan import Plan, Program, RematDecision, SolverReport
+from jaxauto.plan import Plan, Program, SolverReport
 from jaxauto.progress import Progress
 from jaxauto.reserve import with_room
+from jaxauto.residuals import remat_decisions
 from jaxauto.rewrite.apply import partition_spec
+from jaxauto.rewrite.away import movable
 from jaxauto.rules import has_rule, unknown_primitive_message
 from jaxauto.solve.check import check
 from jaxauto.solve.decide import decisions_of, sharding_of_value
@@ -38,7 +38,6 @@ from jaxauto.solve.model import Program as Decided
 from jaxauto.solve.remat import Level, Remat
 from jaxauto.solve.search import Candidate, Found, Search
 from jaxauto.solve.tighten import WORK_PER_SECOND
-from jaxauto.strategies import shards
 from jaxauto.tables import size
 from jaxauto.targets.target import Target, resolve
 from jaxauto.trace import Traced, trace
@@ -129,7 +128,7 @@ def read(fun: Callable, args: tuple, kwargs: dict, donate_argnums: Any = None) -
     graph = build(traced.jaxpr)
     groups = find_groups(graph, traced.state)
     notes = _warn_of_unknown(graph)
-    outputs = (graph.outputs[o] for i, o in traced.state if traced.donated[i])
+    becomes = {graph.inputs[i]: graph.outputs[o] for i, o in traced.state if traced.donated[i]}
     state = {i for i, _ in traced.state}
     dependent = data_dependent(graph, [n for k, n in enumerate(graph.inputs) if k not in state])
     feeding = feeding_operations(graph, groups.rules)
@@ -139,24 +138,12 @@ def read(fun: Callable, args: tuple, kwargs: dict, donate_argnums: Any = None) -
         traced,
         graph,
         groups,
-        frozenset(x for x in outputs if isinstance(x, int) and x not in graph.inputs),
+        frozenset(x for x in becomes.values() if isinstance(x, int) and x not in graph.inputs),
         frozenset(n for n in graph.values if n not in dependent),
         late_only,
-        movable_state(traced, graph, late_only),
+        movable(graph, becomes, late_only),
         notes,
     )
-
-
-def movable_state(traced: Traced, graph: Graph, late_only: frozenset[int]) -> dict[int, int]:
-    """Donated arguments that only the optimizer reads → the results that they become: what can wait in the host's memory."""
-    found = {graph.inputs[i]: graph.outputs[o] for i, o in traced.state if traced.donated[i]}
-    returned = Counter(x for x in graph.outputs if isinstance(x, int))
-    read = {x for node in graph.nodes if not node.backward and not node.bodies for x in node.inputs}
-    elsewhere = {x for node in graph.nodes if node.backward or node.bodies for x in node.inputs}
-    alone = (read & late_only) - elsewhere - {*graph.outputs}
-    shaped = lambda x: bool(graph.values[x].shape) and not compat.is_key_dtype(graph.values[x].dtype)  # noqa: E731
-    own = lambda o: isinstance(o, int) and returned[o] == 1 and o not in graph.inputs  # noqa: E731
-    return {i: o for i, o in found.items() if i in alone and shaped(i) and own(o)}
 
 
 def _warn_of_unknown(graph: Graph) -> tuple[str, ...]:
@@ -324,7 +311,7 @@ def build_plan(solved: Solved, best: Candidate, budget: float, options: Options)
         out_specs=out_specs,
         donated=traced.donated,
         decisions=decisions_of(best),
-        remat=remat_decisions(solved, best),
+        remat=remat_decisions(solved.remat, best, traced.in_paths),
         estimate=estimate(best),
         solver=SolverReport(
             status=found.status,
@@ -356,47 +343,6 @@ def plan_of(plan: Plan, candidate: Candidate, budget: float, options: Options) -
     """Another answer to ``plan``'s step as a Plan."""
     solved = plan._bound().solved
     return plan if candidate is solved.found.best else plan_for(solved, candidate, budget, options)
-
-
-def remat_decisions(solved: Solved, best: Candidate) -> list[RematDecision]:
-    """Every residual of every block: kept, recomputed or offloaded, with what it takes on one device."""
-    decisions = []
-    model = best.model
-    rewritten = best.variant.rewritten
-    offloaded = best.variant.offloaded & {rewritten.origin[n] for n in rewritten.host if n in rewritten.origin}
-    for b, (block, kept) in enumerate(zip(solved.remat.blocks, best.variant.kept, strict=True)):
-        again = {out for node in (closure(block, kept)[0] if kept is not None else ()) for out in node.outputs}
-        extra = {*(kept or ()), *(offloaded & solved.remat.values_of(b) if block.scan else ())} - {*block.residuals}
-        for number in (*block.residuals, *sorted(extra)):
-            value = solved.step.graph.values[number]
-            node = value.producer
-            dropped = kept is not None and number in again and number not in kept
-            pieces = float(shards(model.position(best.x, number)[None], model.mesh.sizes)[0])
-            seconds = solved.remat.node_seconds(node) / pieces * block.count if node is not None and not node.bodies else 0.0
-            decisions.append(
-                RematDecision(
-                    name=f"{block.name}: {node.scope + '/' if node and node.scope else ''}{node.prim if node else 'input'}",
-                    action="recomputed" if dropped else "offloaded" if number in offloaded else "kept",
-                    shape=value.shape if block.count == 1 else (block.count, *value.shape),
-                    dtype=str(value.dtype),
-                    bytes_=value_bytes(value) / pieces * block.count,
-                    seconds=seconds,
-                    source=node.source if node else "",
-                )
-            )
-    return decisions + state_decisions(solved, best)
-
-
-def state_decisions(solved: Solved, best: Candidate) -> list[RematDecision]:
-    """Every argument that lies in the host's memory, with what it takes there for one device."""
-    step, model = solved.step, best.model
-    decisions = []
-    for path, number in zip(step.traced.in_paths, step.graph.inputs, strict=True):
-        if number in best.variant.offloaded:
-            value = step.graph.values[number]
-            pieces = float(shards(model.position(best.x, number)[None], model.mesh.sizes)[0])
-            decisions.append(RematDecision(f"state: {path}", "offloaded", value.shape, str(value.dtype), value_bytes(value) / pieces, 0.0))
-    return decisions
 
 
 def fingerprint(graph: Graph) -> str:

@@ -31,7 +31,7 @@ from jaxauto.targets.compilers import COMPILER_OPTIONS  # noqa: E402
 from jaxauto.targets.target import Target  # noqa: E402
 
 CONFIGS = {"Llama 1B": LLAMA_1B, "GPT-2 medium, unrolled": GPT2_MEDIUM.with_(scan=False, layers=4)}
-TARGETS = ("h100:1", "v5e:1x1")
+TARGETS = ("h100:1", "v5e:1x1", "v5p:1x1x1")
 FORMS = ("on the device", "fetched first", "leaf by leaf")
 LEAST = "on the device, least plan"
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device

@@ -30,7 +30,7 @@ from jaxauto.targets.target import Target  # noqa: E402
 
 WIDE = {"compute": jnp.float32}
 STEPS: dict[str, Callable[[int], tuple[Callable, tuple]]] = {
-    "chain of layers": lambda n: chain(n),
+    "chain of layers": chain,
     "GPT-2 medium, unrolled": lambda n: step_and_args(GPT2_MEDIUM.with_(scan=False, layers=4, batch=8 * n, **WIDE)),
     "GPT-2 medium": lambda n: step_and_args(GPT2_MEDIUM.with_(batch=4 * n, **WIDE)),
     "ViT-L": lambda n: bench_vision.vit(VIT_L.with_(batch=16 * n, **WIDE), 256, 16, 1024),
@@ -44,14 +44,14 @@ STEPS: dict[str, Callable[[int], tuple[Callable, tuple]]] = {
 def rows(name: str, target: str) -> list[str]:
     step, args = STEPS[name](Target(target).num_devices)
     lines = []
-    for remat in ("off", "auto"):
+    for remat, form in (("off", "as written"), ("auto", "planned")):
         try:
             plan = jaxauto.plan(step, *args, target=target, mesh=mesh_of(target), remat=remat, certify=False, progress=False)
         except jaxauto.InfeasibleError as error:
-            lines.append(f"| {name} | {target} | {remat} | does not fit: {(error.least_bytes or 0) / 2**20:,.1f} MiB |")
+            lines.append(f"| {name} | {target} | {form} | does not fit: {(error.least_bytes or 0) / 2**20:,.1f} MiB |")
             continue
         found = plan.verify(timeout=900)
-        cells = [name, target, "as written" if remat == "off" else "planned"]
+        cells = [name, target, form]
         for quantity, unit in (("peak memory", 2**20), ("step time (roofline of the schedule)", 1e-3)):
             row = found.row(quantity)
             cells += [f"{(row.estimated or 0) / unit:,.1f}", f"{(row.compiled or 0) / unit:,.1f}", f"{100 * (row.error or 0):+.1f} %"]

@@ -30,6 +30,7 @@ ORDER = [
         "store",
         "planner",
         "reserve",
+        "residuals",
         "finer",
         "report",
         "explain",

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from jaxauto.core import Graph, Node
+from jaxauto import compat
+from jaxauto.core import Graph, Literal, Node
 from jaxauto.graph import DEVICE, HOST, BarrierEqn, TransferEqn
 from jaxauto.rewrite.program import Program, read_as, readers_of, renamed
 
@@ -22,6 +24,20 @@ def transfer(program: Program, number: int, near: Node, space: str, *, backward:
     copy = program.fresh(number)
     eqn = TransferEqn(near.eqn, program.values[number].aval, space)
     return Node(program.new_id(), eqn, "device_put", (number,), (copy,), near.scope, near.source, backward=backward), copy
+
+
+def movable(graph: Graph, state: Mapping[int, int | Literal], late_only: Set[int]) -> dict[int, int]:
+    """Arguments → the results that they become, of those that can wait in the host's memory.
+
+    Args:
+      state: donated arguments → the results that they become. late_only: values that the optimizer alone reads.
+    """
+    returned = Counter(x for x in graph.outputs if isinstance(x, int))
+    read = {x for node in graph.nodes if not node.backward and not node.bodies for x in node.inputs}
+    elsewhere = {x for node in graph.nodes if node.backward or node.bodies for x in node.inputs}
+    alone = (read & late_only) - elsewhere - {*graph.outputs}
+    arrays = {x for x in alone & state.keys() if graph.values[x].shape and not compat.is_key_dtype(graph.values[x].dtype)}
+    return {x: o for x, o in state.items() if x in arrays and isinstance(o, int) and returned[o] == 1 and o not in graph.inputs}
 
 
 def away(program: Program, chosen: Set[int]) -> set[int]:
@@ -96,10 +112,9 @@ def _leaf_by_leaf(program: Program, graph: Graph, members: Sequence[int], sent: 
     for leaf in _leaves(graph, members, readers, sent):
         near = graph.nodes[min(k for x in leaf.members for k in readers[x])]
         ties = [x for x in (leaf.gradient if leaf.readers else None, before) if x is not None]
-        names = {x: program.fresh(x) for x in (*leaf.members, *ties)}
-        eqn = BarrierEqn(near.eqn, [program.values[x].aval for x in names])
-        nodes.append(Node(program.new_id(), eqn, "optimization_barrier", tuple(names), tuple(names.values()), near.scope, near.source))
-        place[nodes[-1].id] = place[near.id]
+        barrier, names = program.barrier([*leaf.members, *ties], near, backward=False)
+        nodes.append(barrier)
+        place[barrier.id] = place[near.id]
         for x in leaf.members:
             copier, copy = transfer(program, names[x], near, DEVICE)
             nodes.append(copier)

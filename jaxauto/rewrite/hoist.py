@@ -16,14 +16,11 @@ def hoist(rewritten: Rewritten) -> Rewritten:
     """The same program with every narrowing of a slice or constant of a scan before it."""
     if not any(node.prim == "scan" for node in walk(rewritten.graph)):
         return rewritten
-    program = Program(rewritten.graph)
-    program.origin.update(rewritten.origin)
-    program.stacked |= rewritten.stacked
+    program = Program.after(rewritten)
     found = [_from_loops(program, graph) for graph in _inner_first(program.top)]
     if not any(found):
         return rewritten
-    program.relink(program.top)
-    return Rewritten(program.top, program.origin, frozenset(program.stacked), rewritten.host)
+    return program.rewritten(rewritten.host)
 
 
 def _inner_first(graph: Graph) -> list[Graph]:

@@ -35,16 +35,13 @@ def narrow(rewritten: Rewritten) -> Rewritten:
     """The same program with a conversion of what scans give their bodies to multiply in the default precision."""
     if not any(_narrows(node) for node in walk(rewritten.graph)):
         return rewritten
-    program = Program(rewritten.graph)
-    program.origin.update(rewritten.origin)
-    program.stacked |= rewritten.stacked
+    program = Program.after(rewritten)
     bodies = [body for node in walk(program.top) if node.prim == "scan" for body in node.bodies]
     for body in bodies:
         _convert(program, body)
     for graph in (program.top, *bodies):
         _stacks(program, graph)
-    program.relink(program.top)
-    return Rewritten(program.top, program.origin, frozenset(program.stacked), rewritten.host)
+    return program.rewritten(rewritten.host)
 
 
 def _narrows(node: Node) -> bool:

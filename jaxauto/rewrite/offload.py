@@ -25,17 +25,14 @@ def offload(rewritten: Rewritten, chosen: Set[int]) -> Rewritten:
     """
     if not chosen:
         return rewritten
-    program = Program(rewritten.graph)
-    program.origin.update(rewritten.origin)
-    program.stacked |= rewritten.stacked
+    program = Program.after(rewritten)
     host: set[int] = set()
     for original in _all_graphs(rewritten.graph):
         graph = program.graphs[id(original)]
         host |= _stacks(program, graph, chosen)
         host |= _straight(program, graph, chosen, phases(original))
     host |= away(program, chosen)
-    program.relink(program.top)
-    return Rewritten(program.top, program.origin, frozenset(program.stacked), frozenset(host))
+    return program.rewritten(host)
 
 
 def _all_graphs(graph: Graph) -> list[Graph]:

@@ -35,12 +35,9 @@ def in_order(rewritten: Rewritten, finished: Set[int], *, alone: bool = True, st
       alone: on one device.
       strays: the compiler starts early what waits for nothing, and on several devices puts the loss off.
     """
-    program = Program(rewritten.graph)
-    program.origin.update(rewritten.origin)
-    program.stacked |= rewritten.stacked
+    program = Program.after(rewritten)
     _Order(program, rewritten.graph, finished, alone=alone, strays=strays).run()
-    program.relink(program.top)
-    return Rewritten(program.top, program.origin, frozenset(program.stacked), rewritten.host)
+    return program.rewritten(rewritten.host)
 
 
 def late_conversions(nodes: Sequence[Node], finished: Set[int]) -> list[Node]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -43,6 +43,19 @@ class Program:
         self.top = self._copied(graph)
         self.next_node = max(self.nodes, default=-1) + 1
 
+    @staticmethod
+    def after(rewritten: Rewritten) -> Program:
+        """A program to be rewritten further."""
+        program = Program(rewritten.graph)
+        program.origin.update(rewritten.origin)
+        program.stacked |= rewritten.stacked
+        return program
+
+    def rewritten(self, host: Iterable[int] = ()) -> Rewritten:
+        """What it has become; ``host``: values that lie in the host's memory."""
+        self.relink(self.top)
+        return Rewritten(self.top, self.origin, frozenset(self.stacked), frozenset(host))
+
     def _copied(self, graph: Graph) -> Graph:
         nodes = []
         for node in graph.nodes:
@@ -67,12 +80,12 @@ class Program:
         self.origin[number] = self.origin.get(like, like)
         return number
 
-    def barrier(self, numbers: list[int], near: Node) -> tuple[Node, dict[int, int]]:
-        """A node that lets ``numbers`` pass together, and their new names."""
+    def barrier(self, numbers: Sequence[int], near: Node, *, backward: bool = True) -> tuple[Node, dict[int, int]]:
+        """A node that lets ``numbers`` pass together, and their new names. ``backward``: it is of the backward pass."""
         names = {n: self.fresh(n) for n in numbers}
         eqn = BarrierEqn(near.eqn, [self.values[n].aval for n in numbers])
         node = Node(
-            self.new_id(), eqn, "optimization_barrier", tuple(numbers), tuple(names.values()), near.scope, near.source, backward=True
+            self.new_id(), eqn, "optimization_barrier", tuple(numbers), tuple(names.values()), near.scope, near.source, backward=backward
         )
         return node, names
 

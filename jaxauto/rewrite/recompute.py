@@ -52,8 +52,7 @@ def recompute(
         straight.setdefault(id(rerun.graph), _Straight(rerun.graph, [], [])).reruns.append(rerun)
     for chosen in straight.values():
         _rewrite_straight(program, chosen)
-    program.relink(program.top)
-    return Rewritten(program.top, program.origin, frozenset(program.stacked))
+    return program.rewritten()
 
 
 def _checked(blocks: tuple[Block, ...], number: int, kept: Iterable[int]) -> Block:

@@ -19,12 +19,9 @@ def sink(rewritten: Rewritten) -> Rewritten:
     found = {node.outputs[0] for node in walk(rewritten.graph) if _enlarges(node, rewritten.graph)}
     if not any(found.intersection(node.inputs[: node.num_consts]) for node in walk(rewritten.graph) if node.prim == "scan"):
         return rewritten
-    program = Program(rewritten.graph)
-    program.origin.update(rewritten.origin)
-    program.stacked |= rewritten.stacked
+    program = Program.after(rewritten)
     _into_loops(program, program.top)
-    program.relink(program.top)
-    return Rewritten(program.top, program.origin, frozenset(program.stacked), rewritten.host)
+    return program.rewritten(rewritten.host)
 
 
 def _enlarges(node: Node, graph: Graph) -> bool:

@@ -1,19 +1,21 @@
 """Answers between the levels of rematerialisation, sharded as one that was found.
 
 The search tries a few levels (``remat.py``), far apart in memory. Between and around them are the thresholds at which some one residual
-goes: with the shardings of the best answer, each is one more answer, at the cost of its tables.
+goes: with the shardings of the best answer, each is one more answer, at the cost of its tables. And of state all or none is in the host's
+memory; between are shares of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxauto.graph import value_bytes
 from jaxauto.solve.candidate import Candidate
 from jaxauto.solve.live import timeline
 from jaxauto.solve.model import Model
-from jaxauto.solve.remat import Remat, Variant
+from jaxauto.solve.remat import Kept, Remat, Variant
 
+SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)  # of the state, in the host's memory
 _LARGE = 0.01  # of all residual bytes: what goes between two answers that differ
 
 
@@ -33,6 +35,19 @@ def finer(remat: Remat, base: Candidate, model_of: Callable[[Variant], Model], k
         model = model_of(remat.variant(kept, base.variant.offloaded, base.variant.remade))
         found.append(Candidate(model, base.x, model.problem.seconds(base.x), float(timeline(model, base.x).max()), base.level))
     return found
+
+
+def nearer(remat: Remat, found: Sequence[Candidate], keeping: Callable[[Candidate, Kept, frozenset[int]], Candidate]) -> list[Candidate]:
+    """Answers like the fastest and the leanest of ``found`` that have state in the host's memory, with less of it there.
+
+    Args:
+      keeping: (answer, what blocks keep, what is in the host's memory) → the answer sharded alike.
+    """
+    state = remat.state(1.0)
+    away = [c for c in found if c.variant.offloaded & state]
+    bases = dict.fromkeys(min(away, key=key) for key in (lambda c: c.seconds, lambda c: c.peak_bytes)) if away else ()
+    shares = dict.fromkeys(remat.state(share) for share in SHARES)
+    return [keeping(c, c.variant.kept, c.variant.offloaded - state | part) for c in bases for part in shares]
 
 
 def _around(remat: Remat, kept: tuple) -> Iterator[tuple]:

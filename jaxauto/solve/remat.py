@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,7 @@ class Remat:
         self.graph, self.groups, self.aliased, self.chip, self.devices = graph, groups, aliased, chip, devices
         self.blocks = find_blocks(graph)
         self.movable = movable or {}
+        self._state: dict[float, frozenset[int]] = {}
         self.operations = {op.node.id: op for op in groups.operations}
         self._variants: dict[tuple, Variant] = {}
         self._rules: dict[int, tuple[Any, OpRule]] = {}
@@ -127,14 +128,12 @@ class Remat:
         return found
 
     def with_state(self, levels: Sequence[Level]) -> list[Level]:
-        """``levels``, but those that send half, with all state that can move in the host's memory; none where none can."""
+        """What ``levels`` keep, on the device or in the host's memory, with all state that can move there; none where none can."""
         state = self.state(1.0)
-        most: dict[Kept, Level] = {}
-        for level in levels:
-            if level.kept not in most or len(most[level.kept].offloaded) <= len(level.offloaded):
-                most[level.kept] = level
-        wanted = [level for level in levels if not level.offloaded or level is most[level.kept]] if state else []
-        return [Level(level.threshold, level.kept, level.offloaded | state, level.remade) for level in wanted]
+        plain = [level for level in levels if not level.offloaded] if state else []
+        found = [replace(level, offloaded=state) for level in plain]
+        found += [replace(level, offloaded=state.union(self._dearest(level))) for level in plain]
+        return list(dict.fromkeys(found))
 
     def state(self, share: float) -> frozenset[int]:
         """``share`` of the bytes of what only the optimizer reads, and the results that it becomes.
@@ -142,12 +141,17 @@ class Remat:
         Small arrays first: while one is updated, the device has it after all. On TPU none: XLA:TPU drops the barrier, fetches all from the
         start of the step on, and needs more memory than without (scripts/results/state.md).
         """
-        if self.chip.platform == "tpu" or not self.movable or not share:
-            return frozenset()
+        if share not in self._state:
+            self._state[share] = self._smallest(share) if self.chip.platform != "tpu" else frozenset()
+        return self._state[share]
+
+    def _smallest(self, share: float) -> frozenset[int]:
         size = {x: value_bytes(self.graph.values[x]) for x in self.movable}
-        large = sorted((x for x in size if size[x] >= _SENT * sum(size.values())), key=lambda x: (size[x], x))
+        least = _SENT * sum(size.values())
+        large = sorted((x for x in size if size[x] >= least), key=lambda x: (size[x], x))
+        wanted = share * sum(size[x] for x in large)
         before = itertools.accumulate((size[x] for x in large), initial=0.0)
-        chosen = [x for x, there in zip(large, before, strict=False) if there < share * sum(size[x] for x in large)]
+        chosen = [x for x, there in zip(large, before, strict=False) if there < wanted]
         return frozenset((*chosen, *(self.movable[x] for x in chosen)))
 
     def nested(self, level: Level) -> list[Level]:

@@ -32,7 +32,7 @@ from jaxauto.solve.chain import Option, least_budget, solve_chain
 from jaxauto.solve.choices import choices
 from jaxauto.solve.descend import descend
 from jaxauto.solve.eliminate import eliminate
-from jaxauto.solve.finer import finer
+from jaxauto.solve.finer import SHARES, finer, nearer
 from jaxauto.solve.live import timeline
 from jaxauto.solve.milp import solve_milp
 from jaxauto.solve.model import Model, Program
@@ -56,7 +56,6 @@ _MIXES = 8  # choices of a chain that are tried, each for less room; half as man
 _PATIENCE = 2  # mixtures of blocks that are no better, before less room is given up
 _CLOSER, _AROUND = 3, 24  # times that levels between are looked at, and how many of them
 _BEHIND = 1.05  # times the seconds of an answer on another mesh: where that is not worth it
-_SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)  # of the state, in the host's memory
 _DESCENTS = 3  # each with the peak of the one before as a further row
 _SMALL = 300  # states in all: up to that the optimum is sought even where the gap is less
 
@@ -199,7 +198,7 @@ class Search:
 
     def away(self, levels: Sequence[Level], best: float = math.inf) -> list[Level]:
         """``levels`` with state in the host's memory; none where the least that can cross the link takes longer than ``best`` allows."""
-        least = sum(value_bytes(self.remat.graph.values[x]) for x in self.remat.state(_SHARES[1])) / self.mesh.num_devices
+        least = sum(value_bytes(self.remat.graph.values[x]) for x in self.remat.state(SHARES[1])) / self.mesh.num_devices
         worth = self.fastest + least / self.chip.host_bandwidth < best  # each array counts as what comes and as what goes
         return self.remat.with_state(levels) if worth and not self.out_of_time() else []
 
@@ -296,7 +295,7 @@ class Search:
             mixed = mixed and self._descended(mixed, budget_bytes)
             if mixed is not None and mixed.seconds < found.best.seconds:
                 found.best, self.models[_MIXED] = mixed, mixed.model
-        found.fitting += self._at_home(found, budget_bytes)
+        found.fitting += [c for c in nearer(self.remat, found.fitting, self._keeping) if c.peak_bytes <= budget_bytes]
         found.best = min([found.best, *found.fitting], key=lambda c: c.seconds)
         found.fitting += self._swap(found.best, levels, budget_bytes)
         found.best = min([found.best, *found.fitting], key=lambda c: c.seconds)
@@ -317,15 +316,6 @@ class Search:
         if behind:
             self._close(found, budget_bytes)  # it may be ahead now
         found.seconds_spent["milp"] = time.monotonic() - started
-
-    def _at_home(self, found: Found, budget_bytes: float) -> list[Candidate]:
-        """Candidates like the fastest and the leanest that have state in the host's memory, with less of it there, where that fits."""
-        state = self.remat.state(1.0)
-        away = [c for c in found.fitting if c.variant.offloaded & state]
-        bases = dict.fromkeys(min(away, key=key) for key in (lambda c: c.seconds, lambda c: c.peak_bytes)) if away else ()
-        shares = dict.fromkeys(self.remat.state(share) for share in _SHARES)
-        tried = (self._keeping(c, c.variant.kept, c.variant.offloaded - state | s) for c in bases for s in shares)
-        return [c for c in tried if c.peak_bytes <= budget_bytes]
 
     def _swap(self, best: Candidate, levels: list[Level], budget_bytes: float) -> list[Candidate]:
         """Candidates that keep what ``best`` does but for some values (``swaps.py``), where that is faster; their level is added."""

@@ -1,0 +1,55 @@
+"""What a plan says of residuals and of state, by name: kept, recomputed or in the host's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxauto.blocks import closure
+from jaxauto.graph import value_bytes
+from jaxauto.plan import RematDecision
+from jaxauto.solve.candidate import Candidate
+from jaxauto.solve.remat import Remat
+from jaxauto.strategies import shards
+
+
+def remat_decisions(remat: Remat, best: Candidate, in_paths: Sequence[str]) -> list[RematDecision]:
+    """Every residual of every block, then every argument in the host's memory, with what they take on one device."""
+    return [*_of_residuals(remat, best), *_of_state(remat, best, in_paths)]
+
+
+def _of_residuals(remat: Remat, best: Candidate) -> list[RematDecision]:
+    decisions = []
+    rewritten = best.variant.rewritten
+    offloaded = best.variant.offloaded & {rewritten.origin[n] for n in rewritten.host if n in rewritten.origin}
+    for b, (block, kept) in enumerate(zip(remat.blocks, best.variant.kept, strict=True)):
+        again = {out for node in (closure(block, kept)[0] if kept is not None else ()) for out in node.outputs}
+        extra = {*(kept or ()), *(offloaded & remat.values_of(b) if block.scan else ())} - {*block.residuals}
+        for number in (*block.residuals, *sorted(extra)):
+            value = remat.graph.values[number]
+            node = value.producer
+            dropped = kept is not None and number in again and number not in kept
+            pieces = _pieces(best, number)
+            seconds = remat.node_seconds(node) / pieces * block.count if node is not None and not node.bodies else 0.0
+            decisions.append(
+                RematDecision(
+                    name=f"{block.name}: {node.scope + '/' if node and node.scope else ''}{node.prim if node else 'input'}",
+                    action="recomputed" if dropped else "offloaded" if number in offloaded else "kept",
+                    shape=value.shape if block.count == 1 else (block.count, *value.shape),
+                    dtype=str(value.dtype),
+                    bytes_=value_bytes(value) / pieces * block.count,
+                    seconds=seconds,
+                    source=node.source if node else "",
+                )
+            )
+    return decisions
+
+
+def _of_state(remat: Remat, best: Candidate, in_paths: Sequence[str]) -> list[RematDecision]:
+    there = ((path, n) for path, n in zip(in_paths, remat.graph.inputs, strict=True) if n in best.variant.offloaded)
+    values = ((path, remat.graph.values[n], _pieces(best, n)) for path, n in there)
+    return [RematDecision(f"state: {path}", "offloaded", v.shape, str(v.dtype), value_bytes(v) / pieces, 0.0) for path, v, pieces in values]
+
+
+def _pieces(best: Candidate, number: int) -> float:
+    """In how many pieces a value lies on the mesh."""
+    return float(shards(best.model.position(best.x, number)[None], best.model.mesh.sizes)[0])
