@@ -190,3 +190,10 @@ def is_in_host(array: Any) -> bool:
 def transferred(array: Any, kind: str) -> Any:
     """``array`` in the memory kind ``"pinned_host"`` or ``"device"``, inside a jitted function; its sharding stays."""
     return jax.device_put(array, jax.memory.Space.Host if kind == "pinned_host" else jax.memory.Space.Device)
+
+
+def in_row_major(array: Any) -> Any:
+    """``array``, inside a jitted function, with its dimensions in memory in the order that they have."""
+    from jax.experimental.layout import Layout, with_layout_constraint
+
+    return with_layout_constraint(array, Layout(major_to_minor=tuple(range(array.ndim))))

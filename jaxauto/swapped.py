@@ -3,7 +3,7 @@
 Differentiation writes a weight's gradient as the transpose of a dot of the cotangent with what the weight was multiplied with. Compilers
 fold the transpose into the layout of the result: XLA:TPU then keeps parameters and moments in that layout for the update, and copies
 them there and back (scripts/results/swapped.md). Not so where the cotangent is much wider than the other operand, that of a loss over a
-vocabulary: exchanged, it is written to memory that as written is made where it is read.
+vocabulary: exchanged, it is written to memory that as written is made where it is read. Such a gradient is told its layout (``turned``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax
 from jax import lax
 
 from jaxauto import compat
+from jaxauto.core import Graph
 
 _WIDE = 8  # cotangent's elements for each of the other operand
 
@@ -58,3 +59,10 @@ def swapped(dot: Any) -> Any:
     numbers = ((right, left), (batch_right, batch_left))
     with compat.source_of(dot):
         return jax.make_jaxpr(lambda a, b: lax.dot_general_p.bind(b, a, dimension_numbers=numbers, **params))(*(v.aval for v in dot.invars))
+
+
+def turned(graph: Graph) -> frozenset[int]:
+    """Transposes, of the straight program, of dots that could be exchanged and were not."""
+    made = {x: node for node in graph.nodes if node.prim == "dot_general" for x in node.outputs}
+    found = ((node, made[x]) for node in graph.nodes if node.prim == "transpose" and (x := node.inputs[0]) in made)
+    return frozenset(node.outputs[0] for node, dot in found if tuple(node.params["permutation"]) == _exchanged(dot.eqn))

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from jaxauto.core import Kind, Node, OpRule, Value
+from jaxauto.cost.liveness import Beside
 from jaxauto.cost.patterns import ROW, is_deep, is_flat, lanes_filled
 from jaxauto.graph import value_bytes
 
@@ -31,12 +32,13 @@ class Found:
     """What clusters change.
 
     Attributes:
-      absorbed: values without a buffer → until when what they are made of is needed. reads, written: as in Buffers.
+      absorbed: values without a buffer → until when what they are made of is needed. reads, written, beside: as in Buffers.
     """
 
     absorbed: dict[int, int] = field(default_factory=dict)
     reads: dict[int, float] = field(default_factory=dict)
     written: dict[int, float] = field(default_factory=dict)
+    beside: dict[int, Beside] = field(default_factory=dict)
 
 
 @dataclass
@@ -285,25 +287,30 @@ class Clusters:
         return self.values[summed].elements / max(1, value.elements) if isinstance(summed, int) else 1.0
 
     def _charge(self, cluster: _Cluster, result: Found) -> None:
-        rule, bytes_ = self.rules[cluster.node.id], lambda n: value_bytes(self.values[n])
-        own = sum(bytes_(x) for x in (*cluster.node.inputs, *cluster.node.outputs) if isinstance(x, int))
-        reads: dict[int, float] = {}
+        node, bytes_ = cluster.node, lambda n: value_bytes(self.values[n])
+        rule, lanes = self.rules[node.id], lanes_filled(node)
+        own = sum(bytes_(x) for x in (*node.inputs, *node.outputs) if isinstance(x, int))
         written: dict[int, float] = {}
+        reads: list[tuple[int, int, float]] = []
         for operand, roots in cluster.fed.items():  # the operation is charged for the operand's own bytes already
             whole = sum(map(bytes_, roots))
-            for root in roots:
-                reads[root] = reads.get(root, 0.0) + max(0.0, 1 - bytes_(operand) / whole)
-        spare = sum(map(bytes_, cluster.node.outputs)) if cluster.stored else 0.0  # charged, but not written
+            reads += [(root, operand, max(0.0, 1 - bytes_(operand) / whole)) for root in roots]
+        spare = sum(map(bytes_, node.outputs)) if cluster.stored else 0.0  # charged, but not written
         for number in cluster.stored:
             if number not in result.absorbed:
                 share = min(spare, bytes_(number))
                 spare -= share
                 written[number] = 1 - share / bytes_(number) if bytes_(number) else 0.0
-        for root in cluster.read:
-            reads[root] = reads.get(root, 0.0) + 1.0
-        total = sum(n * bytes_(r) for r, n in reads.items()) + sum(n * bytes_(w) for w, n in written.items())
-        hidden = max(0.0, (rule.flops or 0.0) * self.bytes_per_flop / lanes_filled(cluster.node) - own)
+        reads += [(root, node.outputs[0], 1.0) for root in cluster.read]
+        total = sum(n * bytes_(r) for r, _, n in reads) + sum(n * bytes_(w) for w, n in written.items())
+        hidden = max(0.0, (rule.flops or 0.0) * self.bytes_per_flop / lanes - own)
         exposed = max(0.0, total - hidden) / total if total else 0.0
-        for root, amount in reads.items():
+        for root, _, amount in reads:
             result.reads[root] = result.reads.get(root, 0.0) + amount * exposed
         result.written.update({number: amount * exposed for number, amount in written.items()})
+        in_slices = {target for target, (_, charged) in self.slices.items() if charged}  # charged whole to their loops
+        place = {x: k for k, x in reversed([*enumerate((*node.inputs, *node.outputs))]) if isinstance(x, int)}
+        along = [(root, place[x], n) for root, x, n in reads if n and root not in in_slices and self._is_wide(root, x)]
+        made = [(number, place[node.outputs[0]], n) for number, n in written.items() if n and self._is_wide(number, node.outputs[0])]
+        if along or made:
+            result.beside[node.id] = Beside(tuple(along), tuple(made), exposed, lanes)

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxauto.core import Kind, Node, Value
 from jaxauto.cost.layout import padding
-from jaxauto.cost.onchip import Near, capacity
+from jaxauto.cost.onchip import Near, Side, capacity
 from jaxauto.graph import value_bytes
 from jaxauto.groups import WHOLE, Operand, Operation
 from jaxauto.strategies import project, shards
@@ -43,7 +43,7 @@ def operation_seconds(
 
     Args:
       state: ``[states, axes]`` positions in ``op.factors``.
-      near: what is not in HBM where it fits on-chip memory.
+      near: what is not in HBM where it fits on-chip memory, and what else a dot's fusion moves.
 
     Returns:
       ``float [states]``.
@@ -56,7 +56,24 @@ def operation_seconds(
     if op.rule.bytes_ is not None:  # a gather touches the rows it reads, not the table
         bytes_ = np.minimum(bytes_, op.rule.bytes_ / shards(state, axis_sizes))
     seconds = traffic_seconds(bytes_, chip)
-    return np.maximum(seconds, matrix_seconds(op, values, state, axis_sizes, chip)) if op.rule.kind in _MATRIX else seconds
+    if op.rule.kind not in _MATRIX:
+        return seconds
+    seconds = np.maximum(seconds, matrix_seconds(op, values, state, axis_sizes, chip))
+    side = near.beside.get(op.node.id)
+    return seconds if side is None else seconds + _beside_seconds(side, op, values, state, axis_sizes, chip)
+
+
+def _beside_seconds(side: Side, op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any) -> np.ndarray:
+    """What the rest of a dot's fusion takes longer than its buffers are charged for, which is as if nothing were split: ``float [states]``.
+
+    A weight's gradient has fewer flops on each of several devices, and is as large as on one. Less than nothing where more is hidden.
+    """
+    arrays = (*op.operands, *op.results)
+    pieces = [shards(project(state, factor_dims(op, o)), axis_sizes) for o in arrays]
+    own = sum(value_bytes(values[o.value]) / p for o, p in zip(arrays, pieces, strict=True))
+    moved = sum(bytes_ / pieces[k] for k, bytes_ in side.bytes_)
+    hidden = np.maximum(0.0, operation_flops(op) * bytes_per_flop(chip) / side.lanes / shards(state, axis_sizes) - own)
+    return traffic_seconds(np.maximum(moved - hidden, 0.0) - side.exposed * moved, chip)
 
 
 def unsplit_seconds(node: Node, op: Operation | None, values: Mapping[int, Value], chip: Any) -> float:

@@ -23,7 +23,7 @@ import numpy as np
 from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule, Value
 from jaxauto.cost.clusters import FUSING, Clusters
 from jaxauto.cost.kernels import Kernels
-from jaxauto.cost.liveness import Buffers, fill_early, take_over
+from jaxauto.cost.liveness import Beside, Buffers, fill_early, take_over
 from jaxauto.cost.order import in_donated, schedule
 from jaxauto.cost.patterns import is_bound, is_shared, is_shifted, is_softmax, is_strided, is_widening, keeps_exp, parts_kernels, slides
 from jaxauto.cost.stacks import stack_passes
@@ -96,6 +96,7 @@ class _Fusion:
         self.bound: set[int] = set()  # results of loop bodies
         self.summed: set[int] = set()  # on TPU: the exp of a softmax
         self.copied: dict[int, int] = {}  # slices of stacks that are copied as a whole before the loop, and the stacks
+        self.beside: dict[int, Beside] = {}
         self.in_place: set[int] = set()  # shares another buffer's memory from the start
         self.clock = 0
         self.kinds = {node.id: self._kind(node) for node in walk(graph)}
@@ -145,6 +146,7 @@ class _Fusion:
             read_at=self.read_at,
             stored=frozenset(n for n in self.start if n not in self.unwritten),
             held=self.clusters.held if self.clusters else {},
+            beside=self.beside,
         )
 
     def bytes_of(self, fixed: set[int], number: int) -> float:
@@ -320,6 +322,7 @@ class _Fusion:
             found = self.clusters.found(self.start, kept)
         else:
             return {}
+        self.beside = found.beside if self.clusters else {}
         for number, at in found.absorbed.items():
             producer = self.values[number].producer
             for x in producer.inputs if producer else ():

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxauto.core import Graph, LinkKind
+
+
+class Beside(NamedTuple):
+    """What the fusion of a dot moves beside the dot's own operands and results, for one run.
+
+    Attributes:
+      reads, writes: (buffer, place of the operand or, after those, the result of the dot that it lies along, how often), those as wide as
+        that alone.
+      exposed: the share of these bytes that takes time where the dot is whole: what ``Buffers.reads`` and ``written`` have of them.
+      lanes: by how much longer the dot takes than its flops.
+    """
+
+    reads: tuple[tuple[int, int, float], ...]
+    writes: tuple[tuple[int, int, float], ...]
+    exposed: float
+    lanes: float
 
 
 @dataclass(eq=False)
@@ -21,6 +38,7 @@ class Buffers:
         dot's flops hide it. What operations (dots, convolutions, gathers) read and write is theirs to charge.
       is_input: an input of the whole program: alive throughout. is_output: what it returns is in it, or made of it.
       length: number of positions; position: node id → position of the node (of a loop: after its body).
+      beside: node id of a dot → what its fusion moves: where the dot is split, less of it is hidden.
       held: value without a buffer that a dot reads or makes → the buffers it is read from or written to instead.
       read_at: node id → the values that fused equations read from HBM where the node writes its result. Slices and constants of a loop
         go by their ids in the body. stored: all values that get a buffer written, those that reuse a donated input too.
@@ -40,6 +58,7 @@ class Buffers:
     read_at: dict[int, list[int]] = field(default_factory=dict)
     stored: frozenset[int] = frozenset()
     held: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    beside: dict[int, Beside] = field(default_factory=dict)
 
 
 def take_over(

@@ -28,12 +28,24 @@ _SMALL = 1 / 1024  # of on-chip memory: there is always room
 _TRIPS = 5  # that the compiler takes any loop to make (kWhileExecutionCount)
 
 
+class Side(NamedTuple):
+    """What the fusion of a dot moves through HBM beside its own: see ``liveness.Beside``.
+
+    ``bytes_``: (which of the operands and results it lies along, whole bytes).
+    """
+
+    bytes_: tuple[tuple[int, float], ...]
+    exposed: float
+    lanes: float
+
+
 class Near(NamedTuple):
     """(node, value) of operations' operands and results → whole bytes of the largest buffer that holds it, if that is on chip where it
-    fits."""
+    fits. ``beside``: node → what else its fusion moves."""
 
     read: Mapping[tuple[int, int], float] = MappingProxyType({})
     written: Mapping[tuple[int, int], float] = MappingProxyType({})
+    beside: Mapping[int, Side] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +153,9 @@ class _Placement:
                     self.seconds[at] += self.arrays[root].bytes_ * self.byte_seconds
             if node.id in self.operations:
                 self._operation(node, self.operations[node.id], at)
+        for link in (e for n in nodes for e in n.links if e.kind is LinkKind.CARRY and e.target in self.arrays):
+            if any(self.arrays[r].begin is None for r in self._holders(link.source)):  # the trip before has left it in HBM
+                self.arrays[link.target].begin, self.arrays[link.target].stays = None, False
         for array in self.arrays.values():
             array.uses.sort(key=lambda u: u.position)
 
@@ -150,7 +165,7 @@ class _Placement:
         if begin is None or end is None:
             return
         for link in node.links:
-            roots = [r for r in self.buffers.held.get(link.source, (link.source,)) if r in self.arrays]
+            roots = self._holders(link.source)
             if link.kind is LinkKind.CARRY:
                 for root in roots:
                     self.arrays[root].uses.append(_Use(end, 0.0, by=(node.id, -1)))
@@ -162,14 +177,17 @@ class _Placement:
                 for root in roots:
                     self.arrays[root].uses.append(_Use(begin, 0.0, by=(node.id, -1)))
 
+    def _holders(self, x: int) -> list[int]:
+        """The buffers that hold a value."""
+        return [h for h in self.buffers.held.get(x, (x,)) if h in self.arrays]
+
     def _operation(self, node: Node, rule: OpRule, at: int) -> None:
-        held = self.buffers.held
         work, moved = (rule.flops or 0.0) * self.flop_seconds, self._moved(node, rule) * self.byte_seconds
         exposed = max(0.0, 1 - work / moved) if moved else 0.0
         self.seconds[at] += max(work, moved)
         for x in {x for x in node.inputs if isinstance(x, int)}:
             self.read[node.id, x] = wide = self._wide(x)
-            for h in (h for h in held.get(x, (x,)) if h in self.arrays):
+            for h in self._holders(x):
                 self.arrays[h].uses.append(_Use(at, exposed, by=(node.id, x if h in wide else -1)))
         for x in node.outputs:
             self.made[node.id, x] = wide = self._wide(x)

@@ -52,6 +52,7 @@ def passage_tables(
     mesh: MeshAxes,
     partial: np.ndarray | None = None,
     beside: np.ndarray | None = None,
+    together: int = 1,
 ) -> np.ndarray:
     """Seconds for every pair of states: of collectives that other work can hide, and of those that are waited for.
 
@@ -60,6 +61,7 @@ def passage_tables(
       bytes_: of the whole array.
       partial: ``bool [a, axes]``, axes along which the source is a term of a sum.
       beside: ``bool [a, b]``, sums that are scattered beside what makes them (``windowed.py``), where the compiler has windows; None: none.
+      together: sums that the compiler makes as one all-reduce, this one among them: it is charged its share.
 
     Returns:
       ``float [2, a, b]``.
@@ -72,8 +74,14 @@ def passage_tables(
         waits = waited[chosen] if kind in _SUMS and mesh.windows else np.full(len(amount), written != kind or alone)
         ring = _in_a_ring(axes, mesh) if kind in _SUMS and mesh.windows else 1.0
         tables[0][chosen] += np.where(waits, 0.0, collective_seconds(kind, ring * amount, sizes, links))
-        tables[1][chosen] += np.where(waits, collective_seconds(written, amount, sizes, links), 0.0)
+        tables[1][chosen] += np.where(waits, _shared(written, amount, sizes, links, together), 0.0)
     return tables
+
+
+def _shared(written: str, amount: np.ndarray, sizes: list, links: list, together: int) -> np.ndarray:
+    """Seconds of one of ``together`` all-reduces of one size that are made as one; of any other collective."""
+    count = together if written == "all-reduce" else 1
+    return collective_seconds(written, count * amount, sizes, links) / count
 
 
 def _in_a_ring(axes: tuple[int, ...], mesh: MeshAxes) -> float:
@@ -93,11 +101,18 @@ def _is_whole(axes: tuple[int, ...], mesh: MeshAxes) -> bool:
 
 
 def passage_collectives(
-    source: np.ndarray, target: np.ndarray, bytes_: float, mesh: MeshAxes, partial: np.ndarray | None = None, *, beside: bool = False
+    source: np.ndarray,
+    target: np.ndarray,
+    bytes_: float,
+    mesh: MeshAxes,
+    partial: np.ndarray | None = None,
+    *,
+    beside: bool = False,
+    together: int = 1,
 ) -> list[tuple[str, float, tuple[int, ...], float]]:
     """The collectives of one passage: list of (kind, bytes of the full array on the group, axis indices, seconds).
 
-    ``beside``: the sum is scattered beside what makes it.
+    ``beside``: the sum is scattered beside what makes it. ``together``: as above.
     """
     part = None if partial is None else partial[None]
     found = []
@@ -105,7 +120,8 @@ def passage_collectives(
         sizes, links = _subset(mesh, axes)
         ring = beside and kind in _SUMS
         sent = amount * (_in_a_ring(axes, mesh) if ring else 1.0)
-        seconds = collective_seconds(kind if ring else written, sent, sizes, links)
+        waits = kind in _SUMS and bool(mesh.windows) and not ring
+        seconds = _shared(kind if ring else written, sent, sizes, links, together if waits else 1)
         found += [(kind, float(sent[0]), axes, float(seconds[0]))]
     return found
 

@@ -1,6 +1,7 @@
 """Windowed einsums: XLA:TPU scatters the sum of a dot's partial results over ``n`` devices beside the dot, as a loop.
 
-A dot makes two pieces of the result, one each way round the ring, and reads the pieces' part of the operand that has the scattered
+A dot makes two pieces of the result, one each way round the ring, while two others are sent: where it takes less time than that, it waits,
+and a small weight's gradient is better summed whole. It reads the pieces' part of the operand that has the scattered
 dimension, the other operand whole. One operand is transposed before the loop (``_turned``), into on-chip memory if it fits there; unless it
 is small, that may be full, and memory is set aside for it. The other one stays on chip if it is small; else, if the first leaves room, it
 is brought there, whole, for every second dot, while the dot before it leaves time for that. The pieces are added up on chip as long as
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from jaxauto.core import Kind, MeshAxes
+from jaxauto.cost.collectives import collective_seconds
 from jaxauto.cost.compute import factor_dims, matrix_seconds, operand_bytes, traffic_seconds
 from jaxauto.groups import Groups, Operand, Operation
 from jaxauto.strategies import project
@@ -73,6 +75,7 @@ def windowed(
     fits = (count >= FEWEST) & (count <= mesh.windows) & (count * flops >= added / chip.link_bandwidth)
     here = project(state, factor_dims(op, result))
     apart = np.maximum(flops, traffic_seconds(sum(sizes) + added, chip))
+    sent = _sent(added, partial, mesh)
     batch = _batch(op, state, mesh) > 1
     several = dict(inside)
     made = [s * ((k in several) & (s > SMALL * chip.vmem_bytes)) for k, s in enumerate(sizes)]
@@ -87,11 +90,11 @@ def windowed(
         needed = [~(batch & (k == cut)) for k in range(2)]  # of a batch it is made as its pieces are copied out
         held = written = sum(n * m for n, m in zip(needed, made, strict=True))
         if op.rule.kind is Kind.CONV:
-            loop = _loop_of_convolution(sizes[cut], sizes[1 - cut], added, flops, count, values[result.value].shape[d], chip)
+            loop = _loop_of_convolution(sizes[cut], sizes[1 - cut], added, flops, sent, count, values[result.value].shape[d], chip)
         else:
             turned = _turned(op, result, values, d, here, count, mesh, cut if chip.name in TURNS_CUT else None)
-            one = _loop(cut, np.where(turned < 0, cut, turned), turned >= 0, sizes, added, flops, count, chip)
-            loop = np.where(batch, _loop_of_batch(sizes[cut], sizes[1 - cut], added, flops, count, chip), one)
+            one = _loop(cut, np.where(turned < 0, cut, turned), turned >= 0, sizes, added, flops, sent, count, chip)
+            loop = np.where(batch, _loop_of_batch(sizes[cut], sizes[1 - cut], added, flops, sent, count, chip), one)
             copy, anyway = (np.choose(np.maximum(turned, 0), of) * ((turned >= 0) & ~batch) for of in (sizes, once))
             held = written - anyway + copy * (copy > SMALL * chip.vmem_bytes)  # what is turned is made so, unless another dot reads it
         longer = np.maximum(loop - apart, 0.0) + traffic_seconds(WRITTEN * written, chip)
@@ -103,12 +106,22 @@ def windowed(
     return hidden, extra, beside, whole
 
 
-def _loop(cut: int, turned: np.ndarray, copied: np.ndarray, sizes: list, added, flops, count, chip: Any) -> np.ndarray:
+def _sent(added: np.ndarray, partial: np.ndarray, mesh: MeshAxes) -> np.ndarray:
+    """Seconds in which a piece each way is sent on to the next device, for each state."""
+    seconds = np.zeros(len(added))
+    for axes in np.unique(partial, axis=0):
+        rows, used = (partial == axes).all(-1), np.nonzero(axes)[0]
+        sizes, links = [mesh.sizes[a] for a in used], [mesh.links[a] for a in used]
+        seconds[rows] = collective_seconds("collective-permute", added[rows], sizes, links)
+    return seconds
+
+
+def _loop(cut: int, turned: np.ndarray, copied: np.ndarray, sizes: list, added, flops, sent, count, chip: Any) -> np.ndarray:
     """Seconds of a loop and of what is brought before it, for each state.
 
     Args:
       cut: the operand that has the scattered dimension. turned: the one that is transposed, if ``copied``; else the one left in HBM.
-      sizes: bytes of each operand; added: of the result; count: devices.
+      sizes: bytes of each operand; added: of the result; sent: seconds of one piece; count: devices.
     """
     vmem, dots = chip.vmem_bytes, count / PIECES
     first, other = np.where(turned == 0, sizes, sizes[::-1])
@@ -121,20 +134,23 @@ def _loop(cut: int, turned: np.ndarray, copied: np.ndarray, sizes: list, added, 
     before = np.where(near, 1, COPIED) * first * copied + other * small
     held = first * near + other * streamed + AT_ONCE * added / count
     through = np.where(held > ROOM * vmem, ADDED_UP, 0) * added
-    return dots / 2 * (np.maximum(flops / dots, odd) + np.maximum(flops / dots, even)) + traffic_seconds(before + through, chip)
+    least = np.maximum(flops / dots, sent)
+    return dots / 2 * (np.maximum(least, odd) + np.maximum(least, even)) + traffic_seconds(before + through, chip)
 
 
-def _loop_of_batch(cut, whole, added, flops, count, chip: Any) -> np.ndarray:
+def _loop_of_batch(cut, whole, added, flops, sent, count, chip: Any) -> np.ndarray:
     """Seconds of a loop over a batch of dots, for each state: of operands of ``cut`` and ``whole`` bytes and a result of ``added``."""
-    through = np.maximum(flops, traffic_seconds(cut + count / PIECES * whole + added, chip))
+    least = np.maximum(flops, count / PIECES * sent)
+    through = np.maximum(least, traffic_seconds(cut + count / PIECES * whole + added, chip))
     return through + traffic_seconds(ADDED_UP_IN_BATCH * added + COPIED * cut, chip)
 
 
-def _loop_of_convolution(cut, whole, added, flops, count, features: int, chip: Any) -> np.ndarray:
+def _loop_of_convolution(cut, whole, added, flops, sent, count, features: int, chip: Any) -> np.ndarray:
     """Seconds of a loop of convolutions, for each state; ``features``: of the scattered dimension, whole."""
     pieces = np.maximum(count, 1.0)
     more = pieces * np.ceil(features / pieces / LANES) / np.ceil(features / LANES)  # lanes of all pieces for one of the operand
-    return np.maximum(flops, traffic_seconds(WRITTEN * more * cut + count / PIECES * whole + added, chip))
+    least = np.maximum(flops, count / PIECES * sent)
+    return np.maximum(least, traffic_seconds(WRITTEN * more * cut + count / PIECES * whole + added, chip))
 
 
 def _turned(op: Operation, result: Operand, values: dict, d: int, here, count, mesh: MeshAxes, always: int | None) -> np.ndarray:

@@ -24,6 +24,7 @@ from jaxauto.rewrite.passage import bring
 from jaxauto.rewrite.program import Rewritten
 from jaxauto.rewrite.recompute import recompute
 from jaxauto.rewrite.sink import sink
+from jaxauto.swapped import turned
 
 
 def partition_spec(sharding: Sharding) -> PartitionSpec:
@@ -55,6 +56,7 @@ class _Constraints(Pins):
         self.decisions, self.mesh, self.host = decisions, mesh, rewritten.host
         self.origin, self.stacked = rewritten.origin, rewritten.stacked
         self.on_cpu = platform == "cpu"
+        self.row_major = turned(rewritten.graph) if platform == "tpu" and mesh.size > 1 else frozenset()
         self.awaited: list = []
 
     def barrier(self, arrays: list) -> list:
@@ -75,7 +77,7 @@ class _Constraints(Pins):
             array = array if sharding is None else self.pinned(array, sharding, stacked=number in self.stacked)
         if self.on_cpu and number in self.decisions.finished:
             self.awaited.append(array)
-        return array
+        return compat.in_row_major(array) if number in self.row_major else array
 
     def operand(self, node: Node, index: int, array: Any, operands: list) -> Any:
         if not node.outputs:

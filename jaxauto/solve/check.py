@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxauto.core import Kind
 from jaxauto.cost.collectives import collective_seconds
-from jaxauto.cost.compute import may_be_minor, operation_flops, traffic_seconds
+from jaxauto.cost.compute import bytes_per_flop, may_be_minor, operation_flops, traffic_seconds
 from jaxauto.cost.onchip import Near, capacity
 from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
@@ -24,7 +24,7 @@ from jaxauto.solve.check_beside import held_beside
 from jaxauto.solve.check_ring import padding, ring
 from jaxauto.solve.check_turns import copies
 from jaxauto.solve.facts import crossings, read_together, spatial_dims
-from jaxauto.solve.loops import accumulated, shadows
+from jaxauto.solve.loops import accumulated, combined, shadows
 from jaxauto.solve.model import Model
 from jaxauto.solve.onchip import place_on_chip
 from jaxauto.solve.problem import HIDDEN_SHARE, RESOURCES
@@ -125,6 +125,7 @@ class Answer:
         self.placed = place_on_chip(model.variant, model.groups, model.chip, math.prod(self.sizes))
         self.shadows = shadows(model.groups, model.chip, math.prod(self.sizes))
         self.once = accumulated(model.groups)
+        self.as_one = combined(model.groups, model.program.late_only) if model.mesh.windows else {}
         self.seen: dict[tuple, tuple[float, float]] = {}  # passages that were met before
 
     def where(self, state: Where, dims: Sequence[int]) -> Where:
@@ -161,9 +162,14 @@ class Answer:
             for o in op.results:
                 longer = self.windowed(op, o)
                 part = self.passage(
-                    self.operand(op, o), self.holder(o), self.bytes_of(o.value), self.partial(op, o), beside=longer is not None
+                    self.operand(op, o),
+                    self.holder(o),
+                    self.bytes_of(o.value),
+                    self.partial(op, o),
+                    beside=longer is not None,
+                    together=self.as_one.get(o.value, 1),
                 )
-                whole = self.operand(op, o) == self.holder(o) and self.model.chip.platform == "gpu"
+                whole = self.operand(op, o) == self.holder(o) and self.model.chip.platform != "cpu"
                 once = self.once.get(o.value, 1) if whole else 1
                 self.charge(total, self.resource(-1, o.value), times, (part[0] / once, part[1] / once), op.node.id)
                 total["compute"] += times * (longer[0] if longer else 0.0)
@@ -241,7 +247,7 @@ class Answer:
         if partial:
             kept = math.prod(n for a, n in enumerate(self.sizes) if source[a] != WHOLE and a not in partial)
             nowhere = (WHOLE,) * len(self.sizes)
-            yield self.passage(nowhere, nowhere, self.bytes_of(e.result) / kept, partial)
+            yield self.passage(nowhere, nowhere, self.bytes_of(e.result) / kept, partial, together=self.as_one.get(e.result, 1))
 
     def sides(self, e: Edge) -> tuple[Where, Where]:
         """Where an edge's array is, and where it goes; what is summed away stays."""
@@ -265,6 +271,12 @@ class Answer:
         if op.rule.kind in (Kind.DOT, Kind.CONV):
             dtype = values[op.operands[0].value].dtype if op.operands else np.dtype(np.float32)
             seconds = max(seconds, operation_flops(op) / split / (chip.flops_efficiency * chip.peak_flops(dtype)))
+            if op.node.id in on_chip.beside:
+                arrays = [(value_bytes(values[o.value]), self.pieces(self.operand(op, o))) for o in (*op.operands, *op.results)]
+                side = on_chip.beside[op.node.id]
+                moved = sum(n / arrays[k][1] for k, n in side.bytes_)
+                hidden = operation_flops(op) / split * bytes_per_flop(chip) / side.lanes - sum(n / pieces for n, pieces in arrays)
+                seconds += traffic_seconds(max(0.0, moved - max(0.0, hidden)) - side.exposed * moved, chip)
         return seconds
 
     def windowed(self, op: Operation, o: Operand) -> tuple[float, float, dict[int, float]] | None:
@@ -274,12 +286,19 @@ class Answer:
     # ----------------------------------------------------------------------------------------------------------- passages
 
     def passage(
-        self, here: Where, there: Where, bytes_: float, partial: frozenset[int] = frozenset(), *, beside: bool = False
+        self,
+        here: Where,
+        there: Where,
+        bytes_: float,
+        partial: frozenset[int] = frozenset(),
+        *,
+        beside: bool = False,
+        together: int = 1,
     ) -> tuple[float, float]:
         """Seconds of the collectives of one passage: (that may hide, that are waited for); the table in ``reshard.py``."""
         if here == there and not partial:
             return 0.0, 0.0
-        key = (here, there, bytes_, partial, beside)
+        key = (here, there, bytes_, partial, beside, together)
         if key not in self.seen:
             hidden = waited = 0.0
             for kind, amount, axes in self.collectives(here, there, bytes_, partial):
@@ -290,7 +309,9 @@ class Answer:
                 sizes, links = [self.sizes[a] for a in axes], [self.model.mesh.links[a] for a in axes]
                 if beside and self.model.mesh.windows and kind in _SUMS:
                     amount *= (self.count(axes) + 1) / (self.count(axes) - 1)
-                seconds = float(collective_seconds("all-reduce" if merged and waits else kind, amount, sizes, links))
+                written = "all-reduce" if merged and waits else kind
+                count = together if waits and written == "all-reduce" else 1
+                seconds = float(collective_seconds(written, count * amount, sizes, links)) / count
                 hidden, waited = hidden + seconds * (not waits), waited + seconds * waits
             self.seen[key] = hidden, waited
         return self.seen[key]

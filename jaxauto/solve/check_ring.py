@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from jaxauto.core import Kind
+from jaxauto.cost.collectives import collective_seconds
 from jaxauto.cost.compute import may_be_minor, operation_flops, traffic_seconds
 from jaxauto.cost.windowed import (
     ADDED_UP,
@@ -68,6 +69,8 @@ def ring(
     shared = made.intersection(*of)
     moved, added = [held(o) for o in op.operands], held(result)
     apart = max(flops, traffic_seconds(sum(moved) + added, chip))
+    sent = collective_seconds("collective-permute", added, [sizes[a] for a in partial], [model.mesh.links[a] for a in partial])
+    least = max(flops, count / PIECES * sent)
     batch = math.prod(n for f, n in op.factors if f in shared) / pieces(shared) > 1
     whole_ones = {k: moved[k] for k, _ in model.inside(op) if not (batch and k == cut[0])}
     written = [k for k in whole_ones if moved[k] > SMALL * chip.vmem_bytes]
@@ -76,10 +79,10 @@ def ring(
     if op.rule.kind is Kind.CONV:
         features = model.values[result.value].shape[d]
         more = count * math.ceil(features / count / LANES) / math.ceil(features / LANES)
-        longer = max(flops, traffic_seconds(WRITTEN * more * part + count / PIECES * whole + added, chip))
+        longer = max(least, traffic_seconds(WRITTEN * more * part + count / PIECES * whole + added, chip))
         return max(longer - apart, 0.0) + first, made_before, whole_ones
     if batch:
-        longer = max(flops, traffic_seconds(part + count / PIECES * whole + added, chip))
+        longer = max(least, traffic_seconds(part + count / PIECES * whole + added, chip))
         longer += traffic_seconds(ADDED_UP_IN_BATCH * added + COPIED * part, chip)
         return max(longer - apart, 0.0) + first, made_before, whole_ones
     turned, copied = cut[0], False
@@ -93,7 +96,7 @@ def ring(
             split = pieces([result.dims[last][1]]) * (count if last == d else 1)
             lanes = model.values[result.value].shape[last] / split % LANES == 0
             turned = int((result.dims[last][1] in own[1]) != lanes)
-    longer = _loop(moved, turned, cut[0], added, flops, count, chip, copied=copied)
+    longer = _loop(moved, turned, cut[0], added, least, count, chip, copied=copied)
     beside = sum(moved[k] for k in written)
     if copied and moved[turned] > SMALL * chip.vmem_bytes and (turned not in written or dict(model.inside(op))[turned]):
         beside += moved[turned]
@@ -122,8 +125,11 @@ def padding(
     )
 
 
-def _loop(moved: list[float], turned: int, cut: int, added: float, flops: float, count: int, chip: Chip, *, copied: bool) -> float:
-    """Seconds of a ring of ``count`` devices with what is brought before it; ``turned``, ``copied``: as in ``cost/windowed.py``."""
+def _loop(moved: list[float], turned: int, cut: int, added: float, least: float, count: int, chip: Chip, *, copied: bool) -> float:
+    """Seconds of a ring of ``count`` devices with what is brought before it; ``turned``, ``copied``: as in ``cost/windowed.py``.
+
+    ``least``: seconds of its dots, or in which its pieces are sent.
+    """
     first, other, dots = moved[turned], moved[1 - turned], count / PIECES
     once = traffic_seconds(first / (dots if turned == cut else 1), chip), traffic_seconds(other / (dots if turned != cut else 1), chip)
     odd = even = 0.0
@@ -141,4 +147,4 @@ def _loop(moved: list[float], turned: int, cut: int, added: float, flops: float,
         odd, even = odd + once[1], even + once[1]
     if held + AT_ONCE * added / count > ROOM * chip.vmem_bytes:
         before += ADDED_UP * added
-    return dots / 2 * (max(flops / dots, odd) + max(flops / dots, even)) + traffic_seconds(before, chip)
+    return dots / 2 * (max(least / dots, odd) + max(least / dots, even)) + traffic_seconds(before, chip)

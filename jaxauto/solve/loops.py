@@ -1,15 +1,17 @@
-"""What loops change for collectives: how much work a trip has to hide them, and which sums are made after the loop."""
+"""What loops change for collectives: how much work a trip has to hide them, which sums are made after the loop, and which as one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Set
 from typing import Any
 
-from jaxauto.core import LinkKind, Node
+from jaxauto.core import Graph, LinkKind, Node
 from jaxauto.cost.compute import unsplit_seconds
 from jaxauto.graph import walk
 from jaxauto.groups import Groups
+from jaxauto.solve.positions import reduced_factors
 
 _ADDS = frozenset({"add", "add_any"})
 _MOVES = frozenset({"transpose", "reshape", "convert_element_type", "copy"})
@@ -35,7 +37,7 @@ def shadows(groups: Groups, chip: Any, devices: int) -> Mapping[int, float]:
 def accumulated(groups: Groups) -> Mapping[int, int]:
     """Value that a loop only adds to a carry, which nothing else in the loop reads → trips of the loop.
 
-    XLA:GPU sums it over devices after the loop, once (WhileLoopAllReduceCodeMotion), if the sum is whole on each device.
+    XLA:GPU and XLA:TPU sum it over devices after the loop, once (WhileLoopAllReduceCodeMotion), if the sum is whole on each device.
     """
     found: dict[int, int] = {}
     values = groups.graph.values
@@ -51,6 +53,29 @@ def accumulated(groups: Groups) -> Mapping[int, int]:
                 user = values[x].producer
                 moves = user is not None and user.prim in _MOVES
                 x = user.inputs[0] if moves and user is not None and isinstance(user.inputs[0], int) else None
+    return found
+
+
+def combined(groups: Groups, late_only: Set[int]) -> Mapping[int, int]:
+    """Gradient that may be a sum over devices → how many such sums of its dtype are made in the same body: XLA:TPU makes one all-reduce of
+    all that depend on nothing of each other (AllReduceCombiner).
+
+    Args:
+      late_only: values that only the update reads.
+    """
+    sums = {o.value for op in groups.operations for o in op.results if reduced_factors(op, o)}
+    sums |= {e.result for e in groups.edges if e.reduced}
+    values = groups.graph.values
+    found: dict[int, int] = {}
+
+    def visit(graph: Graph) -> None:
+        mine = sums.intersection(late_only, (out for node in graph.nodes for out in node.outputs))
+        alike = Counter(str(values[x].dtype) for x in mine)
+        found.update({x: alike[str(values[x].dtype)] for x in mine})
+        for body in (body for node in graph.nodes for body in node.bodies):
+            visit(body)
+
+    visit(groups.graph)
     return found
 
 

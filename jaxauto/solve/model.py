@@ -34,7 +34,7 @@ from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
 from jaxauto.solve.beside import held_beside
 from jaxauto.solve.facts import narrowing, read_together, spatial_dims
 from jaxauto.solve.fold import Key
-from jaxauto.solve.loops import accumulated, hidden_seconds, shadows
+from jaxauto.solve.loops import accumulated, combined, hidden_seconds, shadows
 from jaxauto.solve.onchip import place_on_chip
 from jaxauto.solve.positions import edge_layout, moved_share, reduced_factors, unscattered
 from jaxauto.solve.problem import MemoryRow, Problem
@@ -80,7 +80,8 @@ class Model:
         self.together = self.cached(("together", variant), lambda: read_together(variant, program.groups, program.known_early))
         self.placed = self.cached(("placed", variant), lambda: place_on_chip(variant, self.groups, chip, math.prod(mesh.sizes)))
         self.shadows = self.cached(("shadows",), lambda: shadows(program.groups, chip, math.prod(mesh.sizes)))
-        self.summed_once = self.cached(("summed once",), lambda: accumulated(program.groups) if chip.platform == "gpu" else {})
+        self.summed_once = self.cached(("summed once",), lambda: accumulated(program.groups) if chip.platform != "cpu" else {})
+        self.combined = self.cached(("combined",), lambda: combined(program.groups, program.late_only) if mesh.windows else {})
         self.final = frozenset(x for x in self.groups.graph.outputs if isinstance(x, int))
         self.operation_of: dict[int, Operation] = {}
         self.operations_at: dict[int, list[Operation]] = defaultdict(list)  # position → what runs there
@@ -248,15 +249,11 @@ class Model:
         for e in self.groups.edges:
             a, b = self.var("group", e.source), self.var("group", e.target)
             resource = self.edge_resource(e)
-            key = (a, b, e.dims, e.reduced, self.edge_bytes(e), self.passage_bytes(e.result), resource, self.shadow(e.node))
+            bytes_, together = (self.edge_bytes(e), self.passage_bytes(e.result)), self.combined.get(e.result, 1)
+            key = (a, b, e.dims, e.reduced, *bytes_, together, resource, self.shadow(e.node))
             count[key] += e.times + self.variant.extra.get(e.node, 0)
-        for (a, b, dims, reduced, bytes_, result_bytes, resource, shadow), times in count.items():
-            table = self.cached(
-                ("edge", a, b, dims, reduced, bytes_, result_bytes),
-                lambda a=a, b=b, dims=dims, reduced=reduced, n=bytes_, m=result_bytes: self.edge_table(
-                    self.states[a], self.states[b], dims, reduced, n, m
-                ),
-            )
+        for (a, b, *of, resource, shadow), times in count.items():
+            table = self.cached(("edge", a, b, *of), lambda a=a, b=b, of=of: self.edge_table(self.states[a], self.states[b], *of))
             self._add_passage(resource, a, b, times, table, shadow)
 
     def shadow(self, node: int) -> float:
@@ -270,7 +267,7 @@ class Model:
             if table.any():
                 self.problem.add_pair(kind, a, b, times * table)
 
-    def edge_table(self, source, target, dims, reduced, bytes_: float, result_bytes: float) -> np.ndarray:
+    def edge_table(self, source, target, dims, reduced, bytes_: float, result_bytes: float, together: int) -> np.ndarray:
         here, there, partial, sizes = edge_layout(source, target, dims, reduced, self.mesh.sizes)
         table = passage_tables(here, there, bytes_, self.mesh)
         if partial.any():
@@ -278,7 +275,7 @@ class Model:
             unsplit = np.full_like(here, WHOLE)
             for n in np.unique(local):
                 rows = local == n
-                table[:, rows] += passage_tables(unsplit[rows], unsplit[:1], n, self.mesh, partial[rows])
+                table[:, rows] += passage_tables(unsplit[rows], unsplit[:1], n, self.mesh, partial[rows], together=together)
         return table
 
     def _operands(self) -> None:
@@ -317,19 +314,22 @@ class Model:
 
     def _result_key(self, op: Operation, o: Operand) -> tuple:
         layouts = self.var("operation", op.node.id), self.var("group", o.group), factor_dims(op, o), tuple(d for d, _ in o.dims)
-        return *layouts, reduced_factors(op, o), self.passage_bytes(o.value), self.inside(op), self.summed_once.get(o.value, 1)
+        sums = self.summed_once.get(o.value, 1), self.combined.get(o.value, 1)
+        return *layouts, reduced_factors(op, o), self.passage_bytes(o.value), self.inside(op), *sums
 
     def result_tables(self, op: Operation, o: Operand) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
         """Of the passage from a strategy to the group of a result; of ``windowed``, whose bytes elsewhere are those beside the result."""
         key = self._result_key(op, o)
         return self.cached(("result", *key), lambda: self._result_tables(op, o, *key))
 
-    def _result_tables(self, op: Operation, o: Operand, v: int, g: int, factors, dims, reduced, bytes_: float, inside, trips: int) -> tuple:
+    def _result_tables(
+        self, op: Operation, o: Operand, v: int, g: int, factors, dims, reduced, bytes_: float, inside, trips: int, together: int
+    ) -> tuple:
         partial = np.isin(self.states[v], reduced) if reduced else np.zeros(self.states[v].shape, bool)
         target = project(self.states[g], dims)
         scattered, longer, copied, made = windowed(op, o, self.values, self.states[v], target, partial, self.mesh, self.chip, inside)
         source = project(self.states[v], factors)
-        tables = passage_tables(source, target, bytes_, self.mesh, partial, scattered)
+        tables = passage_tables(source, target, bytes_, self.mesh, partial, scattered, together)
         if not self.mesh.windows:
             copied = unscattered(source, target, partial, bytes_, self.mesh.sizes)
         if trips > 1:  # what is summed whole and stays where it is, is summed after the loop
@@ -376,15 +376,16 @@ class Model:
                 here, partial = self.operand_position(x, op, o), np.isin(strategy, reduced_factors(op, o))
                 there = project(self.state(x, "group", o.group)[None], tuple(d for d, _ in o.dims))[0]
                 beside = partial.any() and windowed(op, o, self.values, strategy[None], there[None], partial[None], self.mesh, self.chip)[0]
-                steps = self._passage(here, there, self.passage_bytes(o.value), partial, beside=bool(np.any(beside)))
+                together = self.combined.get(o.value, 1)
+                steps = self._passage(here, there, self.passage_bytes(o.value), partial, beside=bool(np.any(beside)), together=together)
                 once = self.summed_once.get(o.value, 1) if (here == there).all() else 1
                 found += [(k, n, axes, again / once, s, self.resource_of(-1, o.value), op.node.id) for k, n, axes, s in steps]
         return found
 
-    def _passage(self, here: np.ndarray, there: np.ndarray, bytes_: float, partial: np.ndarray | None = None, *, beside: bool = False):
-        """The collectives of one passage; the same one is met in every layer."""
-        key = ("passage", here.tobytes(), there.tobytes(), bytes_, b"" if partial is None else partial.tobytes(), beside)
-        return self.cached(key, lambda: passage_collectives(here, there, bytes_, self.mesh, partial, beside=beside))
+    def _passage(self, here: np.ndarray, there: np.ndarray, bytes_: float, partial: np.ndarray | None = None, **how: Any):
+        """The collectives of one passage; the same one is met in every layer. ``how``: of ``passage_collectives``."""
+        key = ("passage", here.tobytes(), there.tobytes(), bytes_, b"" if partial is None else partial.tobytes(), *how.items())
+        return self.cached(key, lambda: passage_collectives(here, there, bytes_, self.mesh, partial, **how))
 
     def _edge_collectives(self, e: Edge, source: np.ndarray, target: np.ndarray) -> list:
         here, there, partial, sizes = edge_layout(source, target, e.dims, e.reduced, self.mesh.sizes)
@@ -393,6 +394,6 @@ class Model:
         if partial.any():
             unsplit = np.full_like(here[0], WHOLE)
             local = self.passage_bytes(e.result) / float(sizes[0])
-            steps = steps + self._passage(unsplit, unsplit, local, partial[0])
+            steps = steps + self._passage(unsplit, unsplit, local, partial[0], together=self.combined.get(e.result, 1))
         times = e.times + self.variant.extra.get(e.node, 0)
         return [(k, n, axes, times, s, resource, e.node) for k, n, axes, s in steps]

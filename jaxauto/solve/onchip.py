@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from jaxauto.core import Node
-from jaxauto.cost.onchip import Near, capacity, place
-from jaxauto.graph import walk
-from jaxauto.groups import Groups
+from jaxauto.cost.liveness import Beside
+from jaxauto.cost.onchip import Near, Placed, Side, capacity, place
+from jaxauto.graph import value_bytes, walk
+from jaxauto.groups import Groups, Operation
 from jaxauto.solve.remat import Variant
 
 
@@ -30,7 +32,7 @@ def place_on_chip(variant: Variant, groups: Groups, chip: Any, devices: int) -> 
         none = np.zeros(len(variant.buffers.ids))
         return OnChip(none, none > 0)
     graph, origin, values = variant.rewritten.graph, variant.rewritten.origin, groups.graph.values
-    known = {op.node.id: op.rule for op in groups.operations}
+    known = {op.node.id: op for op in groups.operations}
     made: dict[int, Node] = {}  # node of an operation → the node as written
     copies: set[int] = set()
     for node in (n for n in walk(graph) if n.outputs):
@@ -39,10 +41,27 @@ def place_on_chip(variant: Variant, groups: Groups, chip: Any, devices: int) -> 
             made[node.id] = first
             if node.outputs[0] in origin:
                 copies.add(node.id)
-    placed = place(graph, {n: known[first.id] for n, first in made.items()}, variant.buffers, chip, devices)
-    tables = Near({}, {}), Near({}, {})
-    for k, table in enumerate(placed.near):
+    placed = place(graph, {n: known[first.id].rule for n, first in made.items()}, variant.buffers, chip, devices)
+    tables = Near({}, {}, {}), Near({}, {}, {})
+    for k, table in enumerate(placed.near[:2]):
         for (node, x), size in table.items():
             if node in made:
                 tables[node in copies][k][made[node].id, origin.get(x, x)] = size
+    index = {int(n): k for k, n in enumerate(variant.buffers.ids)}
+    for node, beside in variant.buffers.beside.items():
+        if node in made:
+            tables[node in copies].beside[made[node].id] = _side(beside, known[made[node].id], variant, placed, index)
     return OnChip(placed.reads, placed.written, *tables)
+
+
+def _side(beside: Beside, op: Operation, variant: Variant, placed: Placed, index: Mapping[int, int]) -> Side:
+    """What of ``beside`` goes through HBM."""
+    values, arrays = variant.rewritten.graph.values, (*op.node.inputs, *op.node.outputs)
+    numbers = [o.value for o in (*op.operands, *op.results)]
+    bytes_: dict[int, float] = {}
+    for moved, near in (beside.reads, placed.reads), (beside.writes, placed.written):
+        for number, along, times in moved:
+            far = 1.0 - float(near[index[number]]) if number in index else 1.0
+            at = numbers.index(arrays[along])
+            bytes_[at] = bytes_.get(at, 0.0) + times * value_bytes(values[number]) * far
+    return Side(tuple(sorted(bytes_.items())), beside.exposed, beside.lanes)

@@ -55,7 +55,8 @@ def add_operations(model: Model) -> None:
     for op in model.groups.operations:
         for times, near in model.runs(op):
             sides = (op.operands, near.read), (op.results, near.written)
-            key = model.var("operation", op.node.id), *(known.get((op.node.id, o.value)) for side, known in sides for o in side)
+            held = (known.get((op.node.id, o.value)) for side, known in sides for o in side)
+            key = model.var("operation", op.node.id), near.beside.get(op.node.id), *held
             count[key] += times
             first.setdefault(key, (op, near))
     for key, (op, near) in first.items():
