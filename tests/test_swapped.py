@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxauto.core import Decisions
 from jaxauto.graph import build, walk
+from jaxauto.rewrite.apply import apply
 from jaxauto.rewrite.evaluate import evaluator
+from jaxauto.swapped import turned
 
 LEFT, RIGHT = (2, 5, 3), (2, 5, 4)
 
@@ -102,3 +105,16 @@ def test_the_source_and_the_scope_stay():
 
     (node,) = [n for n in build(jax.make_jaxpr(fun)(jnp.ones(LEFT), jnp.ones(RIGHT))).nodes if n.prim == "dot_general"]
     assert node.scope == "head" and "test_swapped.py" in node.source
+
+
+@pytest.mark.parametrize("fun", SWAPPED + NOT_SWAPPED, ids=lambda f: f.__name__)
+def test_what_could_be_exchanged_and_was_not_is_told_its_layout(fun):
+    """On several TPUs: XLA would keep parameters and moments turned around for the update, and copy them there and back."""
+    args = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in (LEFT, RIGHT))
+    graph = build(jax.make_jaxpr(fun)(*args))
+    found = turned(graph)
+    assert [graph.values[x].shape for x in found] == ([(4, 33)] if fun is wide else [(4, 3)] if fun in (read_twice, kept) else [])
+    for platform, devices in [("tpu", 8), ("tpu", 1), ("gpu", 8), ("cpu", 8)]:
+        mesh = jax.sharding.AbstractMesh((devices,), ("data",))
+        text = str(jax.make_jaxpr(apply(graph, Decisions(), mesh, platform))(*args))
+        assert text.count("layout_constraint") == len(found) * (platform == "tpu" and devices > 1)

@@ -463,3 +463,19 @@ def test_probabilities_that_are_written_are_not_made_in_the_fusion_that_makes_th
     graph, buffers = on_tpu(layers, q, array(3, 2, 256, 4, 64)) if stacked else on_tpu(probabilities, q, q)
     made = made_by(graph, buffers)
     assert "exp" in made and "dot_general" not in made
+
+
+def test_what_a_dots_fusion_moves_beside_its_own():
+    """A gradient is added to a carry (read) and made of a wider operand; a bias is a row, too small to matter."""
+
+    def fn(total, x, y, bias):
+        return total + jnp.einsum("bm,bn->mn", x.astype(jnp.bfloat16), y).astype(jnp.float32) + bias
+
+    graph, buffers = on_tpu(fn, array(256, 256), array(64, 256), jax.ShapeDtypeStruct((64, 256), jnp.bfloat16), array(256))
+    total, x, *_ = graph.inputs
+    (dot,) = (n for n in walk(graph) if n.prim == "dot_general")
+    side = buffers.beside[dot.id]
+    operand = next(k for k, v in enumerate(dot.inputs) if graph.values[v].shape == (64, 256) and v != graph.inputs[2])
+    assert sorted(side.reads) == sorted([(total, 2, 1.0), (x, operand, 0.5)])
+    assert side.writes == ((graph.outputs[0], 2, 0.5),)  # in float32, where the dot is charged for half as much
+    assert side.exposed == 1.0 and side.lanes == 1.0

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxauto.cost.compute import operation_seconds, traffic_seconds
+from jaxauto.cost.compute import bytes_per_flop, operation_seconds, traffic_seconds
+from jaxauto.cost.onchip import Near, Side
 from jaxauto.planner import read
 from jaxauto.strategies import WHOLE
 from jaxauto.targets.target import Target
@@ -37,3 +38,21 @@ def test_dimensions_of_a_dot_lie_as_they_pad_least():
     (op,) = groups.operations
     seconds = operation_seconds(op, groups.graph.values, np.array([[WHOLE]], np.int8), (1,), chip)
     assert seconds == pytest.approx([traffic_seconds(2 * (2 * heads.size + 2 * 4 * 256 * 256), chip)])
+
+
+def test_of_a_split_dot_less_of_its_fusion_is_hidden():
+    """A gradient [512, 512] added to a carry: whole, its flops hide the carry; over eight devices they do not, and it is as large."""
+    rows = jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16)
+    groups, chip = read(lambda x, y: jnp.einsum("bm,bn->mn", x, y), (rows, rows), {}).groups, Target("v5p:2x2x2").chip
+    (op,) = groups.operations
+    batch = [f for f, _ in op.factors].index(op.operands[0].dims[0][1])
+    states = np.array([[WHOLE], [batch]], np.int8)
+    own, carry = [2.0 * (2 * rows.size + 512 * 512), 2.0 * (2 * rows.size / 8 + 512 * 512)], 2.0 * 512 * 512
+    flops = [2.0 * 4096 * 512 * 512 / n for n in (1, 8)]
+    hidden = [max(0.0, f * bytes_per_flop(chip) - o) for f, o in zip(flops, own, strict=True)]
+    exposed = max(0.0, carry - hidden[0]) / carry
+    near = Near(beside={op.node.id: Side(((2, carry),), exposed, 1.0)})
+    alone = operation_seconds(op, groups.graph.values, states, (8,), chip)
+    longer = operation_seconds(op, groups.graph.values, states, (8,), chip, near) - alone
+    assert hidden[1] < carry
+    assert longer == pytest.approx([0.0, float(traffic_seconds(carry - hidden[1] - exposed * carry, chip))], abs=1e-12)

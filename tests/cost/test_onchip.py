@@ -184,3 +184,16 @@ def test_a_dot_is_not_charged_for_what_stays_nor_memory(batch, stays):
 def test_no_room_is_no_on_chip_memory():
     numbers = {k: v for k, v in CHIP.numbers.items() if k != "vmem_bytes"}
     assert capacity(dataclasses.replace(CHIP, numbers=numbers)) == 0
+
+
+@pytest.mark.parametrize(("target", "stays"), [("v5e:1", True), ("v5p:1x1x1", False)])
+def test_what_both_cores_of_a_chip_leave_in_hbm_the_next_trip_finds_there(target, stays):
+    """A gradient that a loop adds up, as compiled for both: v5p's two cores each write a part of what a dot's fusion makes."""
+
+    def fn(total, x, y):
+        return jnp.tanh(jax.lax.scan(lambda c, xy: (c + xy[0].T @ xy[1], None), 2 * total, (x, y))[0])
+
+    graph, buffers, placed = found(fn, array(512, 512), array(8, 64, 512), array(8, 64, 512), target=target)
+    (loop,) = (n for n in walk(graph) if n.prim == "scan")
+    carry = loop.bodies[0].inputs[0]
+    assert placed.reads[buffers.ids.tolist().index(carry)] == float(stays)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -146,3 +148,17 @@ def test_seconds_are_those_of_the_collectives(with_partial):
                 assert s == collective_seconds(
                     "all-reduce" if together else kind, bytes_, [MESH.sizes[a] for a in axes], [LINK] * len(axes)
                 )
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_sums_that_are_made_as_one_share_what_a_collective_takes_at_the_least(beside):
+    """XLA:TPU, where sums are waited for but beside their dots: ten small all-reduces cost one; a scattered sum costs what it did."""
+    mesh = dataclasses.replace(MESH, windows=8)
+    nowhere, where, partial = np.array([[W, W]], np.int8), np.array([[W, W], [0, W]], np.int8), np.array([[True, False]])
+    alone = passage_tables(nowhere, where, 800.0, mesh, partial, np.array([[False, beside]]))
+    shared = passage_tables(nowhere, where, 800.0, mesh, partial, np.array([[False, beside]]), together=10)
+    assert shared[1, 0, 0] == pytest.approx(collective_seconds("all-reduce", 8000.0, (4,), (LINK,)) / 10)
+    assert shared[1, 0, 0] < alone[1, 0, 0]
+    assert shared[:, 0, 1].tolist() == alone[:, 0, 1].tolist()
+    (one,) = passage_collectives(nowhere[0], where[0], 800.0, mesh, partial[0], together=10)
+    assert one[3] == pytest.approx(shared[1, 0, 0])

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxauto.cost.collectives import collective_seconds
 from jaxauto.cost.compute import operation_seconds
 from jaxauto.cost.windowed import made_inside, windowed
 from jaxauto.options import mesh_axes
@@ -187,3 +188,13 @@ def test_of_a_batch_the_pieces_are_copied_first():
     hidden, extra, _, chip = asked("v5e:2x4", {"a": 8}, (k, m, n), ("k",), (2,), batch=8)
     assert hidden
     assert extra == pytest.approx(2 * 8 * (2 * k * n + 2 * m * n) / (chip.bandwidth_efficiency * chip.hbm_bandwidth))
+
+
+def test_a_short_dot_waits_for_what_is_sent():
+    """A weight of 512 x 512 on eight devices: four pieces each way, and a dot that is through before one of them is there."""
+    hidden, extra, own, chip = asked("v5p:2x2x2", {"a": 8}, (6144, 512, 512), ("k",), (2,))
+    mesh = mesh_axes({"a": 8}, Target("v5p:2x2x2"))
+    sent = collective_seconds("collective-permute", 2.0 * 512 * 512, mesh.sizes, mesh.links)
+    assert hidden and own < 4 * sent
+    before = 2 * (6144 * 512 + 6144 * 512) / (chip.bandwidth_efficiency * chip.hbm_bandwidth)  # both operands are brought on chip
+    assert own + extra == pytest.approx(4 * sent + before)

@@ -10,7 +10,7 @@ import pytest
 import jaxauto
 from jaxauto import planner
 from jaxauto.graph import walk
-from jaxauto.solve.loops import accumulated, hidden_seconds, shadows
+from jaxauto.solve.loops import accumulated, combined, hidden_seconds, shadows
 from jaxauto.targets.target import Target
 
 WIDTH, TRIPS, BATCH = 256, 64, 64
@@ -66,8 +66,28 @@ def test_of_a_long_collective_only_so_much_is_hidden():
     assert hidden_seconds(np.array([1.0, 3.0]), float("inf")).tolist() == [1.0, 3.0]
 
 
-def test_a_plan_moves_no_gradients_in_the_trips_of_a_short_loop():
+@pytest.mark.parametrize("target", ["h100:8", "v5p:2x2x2"])
+def test_a_plan_moves_no_gradients_in_the_trips_of_a_short_loop(target):
     """A sum over devices in each trip would be 64 collectives, each with a dot of microseconds to hide behind."""
     args = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((64, 4096, 1024), jnp.bfloat16)
-    plan = jaxauto.plan(step, *args, target="h100:8", mesh={"data": 8}, certify=False)
+    plan = jaxauto.plan(step, *args, target=target, mesh={"data": 8}, certify=False)
     assert [(c.kind, c.count) for c in plan.estimate.collectives] == [("all-reduce", 1)]
+
+
+def test_sums_of_one_body_and_dtype_are_one():
+    """Two gradients in bfloat16 that a trip makes, and, after the loop, one in float32; what the backward pass reads on is none of them."""
+
+    def step(params, x):
+        def loss(params):
+            layers, last = params
+            trip = lambda h, w: (jnp.tanh(h @ w[0].astype(jnp.bfloat16)) @ w[1].astype(jnp.bfloat16), None)  # noqa: E731
+            return jnp.sum(jax.lax.scan(trip, x, layers)[0].astype(jnp.float32) @ last)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+    stack, last = jax.ShapeDtypeStruct((4, WIDTH, WIDTH), jnp.float32), jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+    read = planner.read(step, (((stack, stack), last), jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.bfloat16)), {})
+    values = read.graph.values
+    dots = {x: n for x, n in combined(read.groups, read.late_only).items() if values[x].producer.prim == "dot_general"}
+    assert sorted((str(values[x].dtype), n) for x, n in dots.items()) == [("bfloat16", 2), ("bfloat16", 2), ("float32", 1)]
+    assert combined(read.groups, frozenset()) == {}
