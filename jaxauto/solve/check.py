@@ -14,15 +14,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from jaxauto.core import Kind
 from jaxauto.cost.collectives import collective_seconds
-from jaxauto.cost.compute import bytes_per_flop, may_be_minor, operation_flops, traffic_seconds
-from jaxauto.cost.onchip import Near, capacity
+from jaxauto.cost.compute import traffic_seconds
+from jaxauto.cost.onchip import capacity
 from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.check_beside import held_beside
 from jaxauto.solve.check_ring import padding, ring
 from jaxauto.solve.check_turns import copies
+from jaxauto.solve.check_work import roofline
 from jaxauto.solve.facts import crossings, read_together, spatial_dims
 from jaxauto.solve.loops import accumulated, combined, shadows
 from jaxauto.solve.model import Model
@@ -152,9 +152,9 @@ class Answer:
         total: dict[str, float] = defaultdict(float)
         for op in self.model.groups.operations:
             times = self.model.groups.times[op.node.id] + self.model.variant.extra.get(op.node.id, 0)
-            total["compute"] += self.model.groups.times[op.node.id] * self.roofline(op, self.placed.near)
+            total["compute"] += self.model.groups.times[op.node.id] * roofline(self, op, self.placed.near)
             if op.node.id in self.model.variant.extra:
-                total["compute"] += self.model.variant.extra[op.node.id] * self.roofline(op, self.placed.again)
+                total["compute"] += self.model.variant.extra[op.node.id] * roofline(self, op, self.placed.again)
             for o in op.operands:
                 part = self.passage(self.holder(o), self.operand(op, o), self.bytes_of(o.value))
                 again = self.model.groups.times[op.node.id] if (op.node.id, o.value) in self.together else 0
@@ -254,30 +254,6 @@ class Answer:
         here, there = self.where(self.group[e.source], [a for a, _ in e.dims]), self.where(self.group[e.target], [b for _, b in e.dims])
         summed = {i for i, (a, _) in enumerate(e.dims) if a != WHOLE and a in e.reduced}
         return tuple(WHOLE if d in summed else d for d in here), tuple(WHOLE if d in summed else d for d in there)
-
-    def roofline(self, op: Operation, on_chip: Near) -> float:
-        """Seconds of one run on one device."""
-        chip, values = self.model.chip, self.model.values
-        bytes_ = 0.0
-        for o, near in (*((o, on_chip.read) for o in op.operands), *((o, on_chip.written) for o in op.results)):
-            where = self.operand(op, o)
-            pieces, padded = self.pieces(where), padding(values[o.value].shape, where, may_be_minor(op, o), self.sizes, chip.tile)
-            fits = near.get((op.node.id, o.value), math.inf) / pieces <= capacity(chip)
-            bytes_ += 0.0 if fits else value_bytes(values[o.value]) / pieces * padded
-        split = self.pieces(self.operation[op.node.id])
-        if op.rule.bytes_ is not None:
-            bytes_ = min(bytes_, op.rule.bytes_ / split)
-        seconds = bytes_ / (chip.bandwidth_efficiency * chip.hbm_bandwidth)
-        if op.rule.kind in (Kind.DOT, Kind.CONV):
-            dtype = values[op.operands[0].value].dtype if op.operands else np.dtype(np.float32)
-            seconds = max(seconds, operation_flops(op) / split / (chip.flops_efficiency * chip.peak_flops(dtype)))
-            if op.node.id in on_chip.beside:
-                arrays = [(value_bytes(values[o.value]), self.pieces(self.operand(op, o))) for o in (*op.operands, *op.results)]
-                side = on_chip.beside[op.node.id]
-                moved = sum(n / arrays[k][1] for k, n in side.bytes_)
-                hidden = operation_flops(op) / split * bytes_per_flop(chip) / side.lanes - sum(n / pieces for n, pieces in arrays)
-                seconds += traffic_seconds(max(0.0, moved - max(0.0, hidden)) - side.exposed * moved, chip)
-        return seconds
 
     def windowed(self, op: Operation, o: Operand) -> tuple[float, float, dict[int, float]] | None:
         """See ``ring``."""

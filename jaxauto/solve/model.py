@@ -1,10 +1,10 @@
 """Groups × mesh × target → Problem, and back: what a solution means for values, operands and collectives.
 
 Tables (each line names the function that builds it)
-- compute of operations: roofline of each strategy                                             ``_operation_compute``
-- compute of groups: HBM traffic of their materialised members                                 ``_traffic``
+- compute of operations: roofline of each strategy, with what fuses into it                    ``work.py``
+- compute of groups: HBM traffic of their materialised members                                 ``work.py``
 - passages: resharding an array from a group's state to another's or to an operand's layout    ``_edges``, ``_operands``
-- halos: what neighbours send for a window on a split dimension                                ``_operation_compute``
+- halos: what neighbours send for a window on a split dimension                                ``work.py``
 - results: partial sums and resharding from a strategy to the group of its result, and what     ``_results``
   a dot takes longer that is cut into pieces to hide the sum
 - copies: of arrays whose layout is at odds with a collective                                   ``turns.py``
