@@ -3,7 +3,8 @@
 Differentiation writes a weight's gradient as the transpose of a dot of the cotangent with what the weight was multiplied with. Compilers
 fold the transpose into the layout of the result: XLA:TPU then keeps parameters and moments in that layout for the update, and copies
 them there and back (scripts/results/swapped.md). Not so where the cotangent is much wider than the other operand, that of a loss over a
-vocabulary: exchanged, it is written to memory that as written is made where it is read. Such a gradient is told its layout (``turned``).
+vocabulary: exchanged, it is written to memory that as written is made where it is read. Such a gradient is told its layout (``turned``;
+scripts/results/turned.md).
 """
 
 from __future__ import annotations

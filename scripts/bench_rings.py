@@ -1,8 +1,9 @@
 """Weight gradients whose sum is scattered beside the dot, estimated and compiled: python scripts/bench_rings.py. Writes results/rings.md.
 
 A weight of a transformer's size, the batch over all devices, the weight (so its gradient) split in one of its two dimensions.
-``jaxauto/cost/windowed.py`` was read off these schedules, so the table shows that it is what they do, not that it holds elsewhere. Sent:
-bytes of a reduce-scatter; a ring sends n + 1 pieces instead of n - 1. Four devices in all make none: their sum is waited for.
+``jaxauto/cost/windowed.py`` was read off these schedules, so the table shows that it is what they do, not that it holds elsewhere. Seconds:
+of the step, with what is waited for: a small weight's dots are through before its pieces are sent. Sent: bytes of a reduce-scatter; a ring
+sends n + 1 pieces instead of n - 1. Four devices in all make none: their sum is waited for.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ SIZES = (  # width, wide dimension, sequences of one device, their length, targe
     (4096, 14336, 1, 4096, "v5e:4x4", 16),
     (4096, 14336, 1, 4096, "v5p:4x4x2", 32),
     (1280, 5120, 16, 512, "v6e:2x4", 8),
+    (512, 512, 8, 768, "v5p:2x2x2", 8),
+    (512, 2048, 8, 768, "v5p:2x2x2", 8),
+    (512, 512, 8, 768, "v5e:2x4", 8),
+    (512, 2048, 4, 448, "v5e:2x4", 8),
+    (256, 1024, 8, 512, "v6e:2x4", 8),
     (2048, 8192, 4, 2048, "v5e:4x8", 32),
     (2048, 8192, 4, 2048, "v5e:2x2", 4),
     (2048, 8192, 4, 2048, "v5p:2x2x1", 4),
@@ -66,7 +72,7 @@ def measure(size: tuple, split: int, *, transposed: bool) -> str:
     schedule = schedule_of(plan, module)
     results = {(c.name, i.name): i for c in module.computations.values() for i in c.instructions}
     copied = [list(results[r.computation, r.name].shapes[0].dims) for r in schedule.breakdown if r.name.startswith("copy") and r.hbm_bytes]
-    told, found = plan.estimate.compute_time, schedule.compute_seconds
+    told, found = plan.estimate.step_time, schedule.total_seconds
     sent = [sum(c.bytes_ * c.count for c in plan.estimate.collectives), sum(c.role_bytes * c.count for c in module.collectives)]
     cells = [f"{shape}", shape[split], shape[split] // devices, target, ", ".join(map(str, copied[:1])), f"{1e3 * told:.3f}"]
     cells += [f"{1e3 * found:.3f}", f"{told / found - 1:+.1%}", *(f"{b / 2**20:.2f}" for b in sent)]

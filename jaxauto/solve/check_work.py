@@ -1,0 +1,48 @@
+"""``cost/compute.py`` for one state, in scalars: how long an operation takes on one device (see ``check.py``)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxauto.core import Kind
+from jaxauto.cost.compute import bytes_per_flop, may_be_minor, operation_flops, traffic_seconds
+from jaxauto.cost.onchip import Near, Side, capacity
+from jaxauto.graph import value_bytes
+from jaxauto.groups import Operation
+from jaxauto.solve.check_ring import padding
+
+if TYPE_CHECKING:
+    from jaxauto.solve.check import Answer
+
+
+def roofline(answer: Answer, op: Operation, on_chip: Near) -> float:
+    """Seconds of one run on one device."""
+    chip, values = answer.model.chip, answer.model.values
+    bytes_ = 0.0
+    for o, near in (*((o, on_chip.read) for o in op.operands), *((o, on_chip.written) for o in op.results)):
+        where = answer.operand(op, o)
+        pieces, padded = answer.pieces(where), padding(values[o.value].shape, where, may_be_minor(op, o), answer.sizes, chip.tile)
+        fits = near.get((op.node.id, o.value), math.inf) / pieces <= capacity(chip)
+        bytes_ += 0.0 if fits else value_bytes(values[o.value]) / pieces * padded
+    split = answer.pieces(answer.operation[op.node.id])
+    if op.rule.bytes_ is not None:
+        bytes_ = min(bytes_, op.rule.bytes_ / split)
+    seconds = bytes_ / (chip.bandwidth_efficiency * chip.hbm_bandwidth)
+    if op.rule.kind not in (Kind.DOT, Kind.CONV):
+        return seconds
+    dtype = values[op.operands[0].value].dtype if op.operands else np.dtype(np.float32)
+    seconds = max(seconds, operation_flops(op) / split / (chip.flops_efficiency * chip.peak_flops(dtype)))
+    side = on_chip.beside.get(op.node.id)
+    return seconds if side is None else seconds + _beside(answer, op, side, split)
+
+
+def _beside(answer: Answer, op: Operation, side: Side, split: int) -> float:
+    """What the rest of a dot's fusion takes longer than its buffers are charged for."""
+    pieces = [answer.pieces(answer.operand(op, o)) for o in (*op.operands, *op.results)]
+    own = sum(value_bytes(answer.model.values[o.value]) / n for o, n in zip((*op.operands, *op.results), pieces, strict=True))
+    moved = sum(bytes_ / pieces[k] for k, bytes_ in side.bytes_)
+    hidden = max(0.0, operation_flops(op) / split * bytes_per_flop(answer.model.chip) / side.lanes - own)
+    return traffic_seconds(max(0.0, moved - hidden) - side.exposed * moved, answer.model.chip)
