@@ -9,7 +9,7 @@ there is room. Of a batch the pieces' part is copied out of its operand instead,
 What another dot would make of its operands as it reads them (``made_inside``) is written before the loop, unless it stays on chip. For the
 gradient of a weight it is written where it is first made, in the forward pass, and takes memory from there on.
 Convolutions, whose weights' gradients are scattered, are taken apart too (seen in a U-Net): the pieces' part has few features, so tiles
-are mostly empty, and is written and read.
+are mostly empty. It is copied out in a pass of its own in each trip, while no convolution runs, and lies beside its operand.
 
 Seen in schedules of single dots for v5e, v5p and v6e, on meshes of one and two axes: n is 4 to 32; the sum goes to one dimension, of one
 operand alone (no batch), that is not split already; and the flops of the n devices take at least about as long as sending one's
@@ -90,7 +90,9 @@ def windowed(
         needed = [~(batch & (k == cut)) for k in range(2)]  # of a batch it is made as its pieces are copied out
         held = written = sum(n * m for n, m in zip(needed, made, strict=True))
         if op.rule.kind is Kind.CONV:
-            loop = _loop_of_convolution(sizes[cut], sizes[1 - cut], added, flops, sent, count, values[result.value].shape[d], chip)
+            apart_bytes = _filled(values[result.value].shape[d], count) * sizes[cut]
+            loop = _loop_of_convolution(sizes[cut], apart_bytes, sizes[1 - cut], added, flops, sent, count, chip)
+            held = written + AT_ONCE / count * apart_bytes
         else:
             turned = _turned(op, result, values, d, here, count, mesh, cut if chip.name in TURNS_CUT else None)
             one = _loop(cut, np.where(turned < 0, cut, turned), turned >= 0, sizes, added, flops, sent, count, chip)
@@ -145,12 +147,17 @@ def _loop_of_batch(cut, whole, added, flops, sent, count, chip: Any) -> np.ndarr
     return through + traffic_seconds(ADDED_UP_IN_BATCH * added + COPIED * cut, chip)
 
 
-def _loop_of_convolution(cut, whole, added, flops, sent, count, features: int, chip: Any) -> np.ndarray:
-    """Seconds of a loop of convolutions, for each state; ``features``: of the scattered dimension, whole."""
+def _filled(features: int, count: np.ndarray) -> np.ndarray:
+    """Lanes that the pieces of so many features take, for each that the whole takes."""
     pieces = np.maximum(count, 1.0)
-    more = pieces * np.ceil(features / pieces / LANES) / np.ceil(features / LANES)  # lanes of all pieces for one of the operand
+    return pieces * np.ceil(features / pieces / LANES) / np.ceil(features / LANES)
+
+
+def _loop_of_convolution(cut, pieces, whole, added, flops, sent, count, chip: Any) -> np.ndarray:
+    """Seconds of a loop of convolutions, for each state; ``pieces``: bytes of what is copied out of the operand of ``cut`` bytes."""
     least = np.maximum(flops, count / PIECES * sent)
-    return np.maximum(least, traffic_seconds(WRITTEN * more * cut + count / PIECES * whole + added, chip))
+    through = np.maximum(least, traffic_seconds(pieces + count / PIECES * whole + added, chip))
+    return through + traffic_seconds(cut + pieces, chip)
 
 
 def _turned(op: Operation, result: Operand, values: dict, d: int, here, count, mesh: MeshAxes, always: int | None) -> np.ndarray:

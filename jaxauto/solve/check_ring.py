@@ -79,8 +79,8 @@ def ring(
     if op.rule.kind is Kind.CONV:
         features = model.values[result.value].shape[d]
         more = count * math.ceil(features / count / LANES) / math.ceil(features / LANES)
-        longer = max(least, traffic_seconds(WRITTEN * more * part + count / PIECES * whole + added, chip))
-        return max(longer - apart, 0.0) + first, made_before, whole_ones
+        longer = max(least, traffic_seconds(more * part + count / PIECES * whole + added, chip)) + traffic_seconds((1 + more) * part, chip)
+        return max(longer - apart, 0.0) + first, made_before + AT_ONCE / count * more * part, whole_ones
     if batch:
         longer = max(least, traffic_seconds(part + count / PIECES * whole + added, chip))
         longer += traffic_seconds(ADDED_UP_IN_BATCH * added + COPIED * part, chip)

@@ -132,7 +132,7 @@ def test_what_a_dot_makes_as_it_reads_is_written_for_a_loop():
 def test_a_convolution_is_taken_apart_into_few_features():
     """Of the gradient of a weight [3, 3, 64, 64] over eight devices a piece has 8 features, each tile 128: 16 times the elements.
 
-    The other operand and the result have 64 features: twice their elements.
+    The pieces are written, and read by the convolutions; the other operand and the result have 64 features: twice their elements.
     """
 
     def step(x, dy):
@@ -148,12 +148,13 @@ def test_a_convolution_is_taken_apart_into_few_features():
     batch = op.operands[0].dims[0][1]  # as the operands lie, "C" is the sequence: what the gradient is summed over
     row, there = np.array([[names.index(batch)]], np.int8), np.array([[2], [3]], np.int8)
     assert names.index(batch) in reduced_factors(op, result)
-    hidden, extra, *_ = windowed(op, result, groups.graph.values, row, there, np.ones((1, 1), bool), mesh, target.chip)
+    hidden, extra, beside, _ = windowed(op, result, groups.graph.values, row, there, np.ones((1, 1), bool), mesh, target.chip)
     per_byte = 1 / (target.chip.bandwidth_efficiency * target.chip.hbm_bandwidth)
     part, added = x.size * 2 / 8, 9 * 64 * 64 * 2
     own = operation_seconds(op, groups.graph.values, row, mesh.sizes, target.chip)[0]
     assert hidden.all()
-    assert extra == pytest.approx(np.full((1, 2), (2 * 16 * part + 4 * 2 * part + 2 * added) * per_byte - own))
+    assert extra == pytest.approx(np.full((1, 2), (2 * part + 2 * 16 * part + 4 * 2 * part + 2 * added) * per_byte - own))
+    assert beside == pytest.approx(np.full((1, 2), 16 * part / 2))  # the pieces of one trip of two
 
 
 # (tokens, m, n) of one device, devices, dimension the sum is scattered over -> milliseconds of the compiled loop with what is before it and
