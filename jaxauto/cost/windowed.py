@@ -90,9 +90,9 @@ def windowed(
         needed = [~(batch & (k == cut)) for k in range(2)]  # of a batch it is made as its pieces are copied out
         held = written = sum(n * m for n, m in zip(needed, made, strict=True))
         if op.rule.kind is Kind.CONV:
-            apart_bytes = _filled(values[result.value].shape[d], count) * sizes[cut]
-            loop = _loop_of_convolution(sizes[cut], apart_bytes, sizes[1 - cut], added, flops, sent, count, chip)
-            held = written + AT_ONCE / count * apart_bytes
+            cut_out = _filled(values[result.value].shape[d], count) * sizes[cut]
+            loop = _loop_of_convolution(sizes[cut], cut_out, sizes[1 - cut], added, flops, sent, count, chip)
+            held = written + AT_ONCE / count * cut_out
         else:
             turned = _turned(op, result, values, d, here, count, mesh, cut if chip.name in TURNS_CUT else None)
             one = _loop(cut, np.where(turned < 0, cut, turned), turned >= 0, sizes, added, flops, sent, count, chip)
@@ -154,7 +154,7 @@ def _filled(features: int, count: np.ndarray) -> np.ndarray:
 
 
 def _loop_of_convolution(cut, pieces, whole, added, flops, sent, count, chip: Any) -> np.ndarray:
-    """Seconds of a loop of convolutions, for each state; ``pieces``: bytes of what is copied out of the operand of ``cut`` bytes."""
+    """Seconds of a loop of convolutions, for each state; ``pieces``: bytes of those that are copied out of the operand of ``cut`` bytes."""
     least = np.maximum(flops, count / PIECES * sent)
     through = np.maximum(least, traffic_seconds(pieces + count / PIECES * whole + added, chip))
     return through + traffic_seconds(cut + pieces, chip)

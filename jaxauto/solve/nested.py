@@ -26,6 +26,7 @@ _MOST = 128  # values that are thought of, the largest
 _SMALL = 0.01  # of the largest: not worth it
 _BISECTIONS = 10
 _SHARES = (0.5, 0.0)  # of what could be saved: limits to offer answers for
+_NEAR = 0.99  # of the room there is: bytes are those without a mesh
 _GAIN = 0.01  # of the peak: less is no gain
 
 
@@ -52,7 +53,12 @@ class _Value:
 
 
 def nestings(
-    blocks: Sequence[Block], kept: Mapping[int, frozenset[int]], graph: Graph, buffers: Buffers, seconds: Callable[[Node], float]
+    blocks: Sequence[Block],
+    kept: Mapping[int, frozenset[int]],
+    graph: Graph,
+    buffers: Buffers,
+    seconds: Callable[[Node], float],
+    room: float = 1.0,
 ) -> list[frozenset[int]]:
     """Sets of values to make again, from the least change to the least memory.
 
@@ -60,6 +66,7 @@ def nestings(
       blocks: of the step as written, and what each keeps.
       graph: the step rewritten so. buffers: its buffers.
       seconds: what running a node once more takes.
+      room: the share of its memory that there is: the first of the sets is for that much.
     """
     live = live_bytes(buffers, buffers.bytes_)
     values = _Survey(blocks, graph, buffers, live).values(kept, seconds)
@@ -68,8 +75,8 @@ def nestings(
     peak = float(live.max())
     least, _ = _least(values, live)
     found: list[frozenset[int]] = []
-    for share in _SHARES:
-        limit = least + share * (peak - least)
+    limits = [room * _NEAR * peak, *(least + share * (peak - least) for share in _SHARES)]
+    for limit in (limit for limit in limits if least <= limit <= limits[0] or limit == limits[-1]):
         chosen = _spared(values, live, limit)
         if chosen is not None and limit < peak * (1 - _GAIN) and (answer := frozenset(v.number for v in chosen)) not in found:
             found.append(answer)

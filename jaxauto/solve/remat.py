@@ -154,11 +154,14 @@ class Remat:
         chosen = [x for x, there in zip(large, before, strict=False) if there < wanted]
         return frozenset((*chosen, *(self.movable[x] for x in chosen)))
 
-    def nested(self, level: Level) -> list[Level]:
-        """Levels that keep what ``level`` does, and make some of what lies between blocks again too: ever less memory."""
+    def nested(self, level: Level, room: float = 1.0) -> list[Level]:
+        """Levels that keep what ``level`` does, and make some of what lies between blocks again too: ever less memory.
+
+        ``room``: the share of the memory of ``level`` that there is.
+        """
         kept = {b: keep for b, keep in enumerate(level.kept) if keep is not None}
         before = self.variant(level.kept)
-        sets = nestings(self.blocks, kept, before.rewritten.graph, before.buffers, self.again_seconds)
+        sets = nestings(self.blocks, kept, before.rewritten.graph, before.buffers, self.again_seconds, room)
         return [Level(level.threshold, level.kept, frozenset(), remade) for remade in sets]
 
     def _dearest(self, level: Level) -> list[int]:

@@ -20,7 +20,7 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,7 +92,8 @@ class Search:
         best: Candidate | None = None
         leanest: Candidate | None = None
         fitting: list[Candidate] = []
-        for number, level in enumerate(self._offered(fitting, levels)):
+        room = lambda: budget_bytes / leanest.peak_bytes if leanest is not None else 1.0  # noqa: E731
+        for number, level in enumerate(self._offered(fitting, levels, room)):
             if leanest is not None and number < len(levels) - 1 and self.out_of_time():
                 continue  # nothing fits yet: what time is left over for is the level that keeps least
             for candidate in self._offers(number, level, budget_bytes):
@@ -179,22 +180,25 @@ class Search:
                 return lower  # else its peak is a row of the problem now
         return candidate
 
-    def _offered(self, fitting: Sequence[Candidate], levels: list[Level]) -> Iterator[Level]:
-        """``levels``, then those with state in the host's memory; where nothing has come to fit, those nested in them. They are added."""
+    def _offered(self, fitting: Sequence[Candidate], levels: list[Level], room: Callable[[], float]) -> Iterator[Level]:
+        """``levels``, then those with state in the host's memory; where nothing has come to fit, those nested in them. They are added.
+
+        ``room``: the budget for each byte of the leanest answer so far.
+        """
         yield from levels
         away = self.away(levels, min((c.seconds for c in fitting), default=math.inf))
         levels += away
         yield from away
         if not fitting:
-            nested = self.nested(levels)
+            nested = self.nested(levels, room())
             levels += nested
             yield from nested
 
-    def nested(self, levels: Sequence[Level]) -> list[Level]:
+    def nested(self, levels: Sequence[Level], room: float = 1.0) -> list[Level]:
         """With what the leanest of ``levels`` keeps, those that make again what lies between blocks; none without a choice or time."""
         if len(levels) < 2 or self.out_of_time():
             return []
-        return self.remat.nested(max((level for level in levels if not level.offloaded), key=lambda level: level.threshold))
+        return self.remat.nested(max((level for level in levels if not level.offloaded), key=lambda level: level.threshold), room)
 
     def away(self, levels: Sequence[Level], best: float = math.inf) -> list[Level]:
         """``levels`` with state in the host's memory; none where the least that can cross the link takes longer than ``best`` allows."""

@@ -1,6 +1,8 @@
 """What is made again between blocks: as little memory as any choice has, as told, with the same results."""
 
+import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -107,3 +109,38 @@ def test_a_plan_with_less_than_blocks_alone_need(make, tmp_path):
     assert plan.decisions.remade
     for want, got in zip(jax.tree.leaves(jax.jit(step)(*args)), jax.tree.leaves(plan.jit()(*args)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@functools.cache
+def rotor(first, last, slots):
+    """Forward passes run more than once for layers ``first`` to ``last`` of a chain (Rotor, Inria RR-9302, theorem 1).
+
+    ``slots``: of activations beside the input of ``first``. That layer's result stays, or the input of a later one does.
+    """
+    if slots < 0 or first == last:
+        return math.inf if slots < 0 else 0
+    kept = rotor(first + 1, last, slots - 1)
+    return min([kept, *(k - first + rotor(k, last, slots - 1) + rotor(first, k - 1, slots) for k in range(first + 1, last + 1))])
+
+
+def test_no_more_forward_passes_than_the_optimum_of_rotor():
+    """Equal layers; budgets for every number of activations, down to where one more nesting would be needed."""
+    layers, rows, width = 10, 8192, 512
+    args = [jax.ShapeDtypeStruct((width, width), jnp.bfloat16)] * layers, jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
+
+    def step(ws, x):
+        loss = lambda ws: jnp.sum(functools.reduce(lambda h, w: jnp.tanh(h @ w), ws, x).astype(jnp.float32) ** 2)  # noqa: E731
+        return [w - 0.1 * g for w, g in zip(ws, jax.grad(loss)(ws), strict=True)]
+
+    def planned(budget):
+        options = {"donate_argnums": (0,), "certify": False, "progress": False}
+        return jaxauto.plan(step, *args, target="h100:1", memory_budget=budget, **options).estimate
+
+    activation, forward = 2.0 * rows * width, 2.0 * rows * width * width
+    full = planned(60e9)
+    again = {}
+    for slots in range(layers - 1, 3, -1):
+        found = planned(full.peak_memory - (layers - 1 - slots - 0.5) * activation)
+        again[slots] = (found.flops - full.flops) / forward
+    assert [slots for slots, n in again.items() if n < 1 - 1e-6] == [layers - 1], "only with all of them is nothing run again"
+    assert all(n <= rotor(0, layers - 1, slots) + 1e-6 for slots, n in again.items()), again
