@@ -6,6 +6,7 @@ pass, a value is left to be made again if the live bytes stay ≤ M while the st
 The earlier a stretch, the later and the emptier the memory that it goes backward in, the longer it may be. M is the least for which all of
 the program then keeps to M, by bisection                                                                       ``_least``
 What M allows to keep is kept, the dearest per byte first                                                       ``_spared``
+Answers are offered for the memory there is, where the least leaves some, and for limits below it               ``nestings``
 Bytes are those of one device without a mesh: activations shrink about alike under one.
 """
 

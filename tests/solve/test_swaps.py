@@ -95,6 +95,49 @@ def test_swaps_go_where_thresholds_do_not_and_near_the_best_of_all_sets():
     assert better >= 6 and optimal >= 8
 
 
+def branches(params, x):
+    """Two branches of unlike widths that join, and a skip around both: a small general graph."""
+
+    def loss(p):
+        h = jax.nn.gelu(x @ p["in"])
+        wide = jax.nn.silu(h @ p["up"]) @ p["down"]
+        narrow = jnp.tanh(h @ p["left"]) @ p["right"]
+        return jnp.mean(jax.nn.logsumexp((wide * narrow + h) @ p["head"], axis=-1))
+
+    return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+
+BRANCHES = {"in": (512, 512), "up": (512, 2048), "down": (2048, 512), "left": (512, 256), "right": (256, 512), "head": (512, 1024)}
+BRANCHED = {k: struct(*s) for k, s in BRANCHES.items()}, struct(8192, 512)
+
+
+CASES = {"layers": (layers_and_head, ARGS, "v5p:1x1x1"), "branches": (branches, BRANCHED, "h100:1")}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_search_is_as_fast_as_the_best_of_all_sets(name):
+    """All sets of the eight residuals that promise most, by brute force, at the least memory of each time that they take."""
+    step, args, target = CASES[name]
+    search, remat = prepared(step, args, {"a": 1}, target)
+    base, kept = search.run(math.inf, remat.levels()).best, remat.levels()[-1].kept
+    values = [s.value for s in swaps(remat, kept) if s.gain > 0][:8]
+    block_of = {v: b for b, block in enumerate(remat.blocks) for v in block.made}
+    everything = []
+    for chosen in itertools.product((False, True), repeat=len(values)):
+        sets = [set(k) for k in kept]
+        for value in itertools.compress(values, chosen):
+            sets[block_of[value]].add(value)
+        everything.append(search._keeping(base, tuple(map(frozenset, sets)), frozenset()))
+    front = []
+    for c in sorted(everything, key=lambda c: (c.peak_bytes, c.seconds)):
+        front += [c] if not front or c.seconds < front[-1].seconds else []
+    assert len(everything) >= 64 and len(front) >= 2
+    for answer in front:
+        search, remat = prepared(step, args, {"a": 1}, target)
+        found = search.run(answer.peak_bytes * (1 + 1e-9), remat.levels()).best
+        assert found is not None and found.seconds <= answer.seconds * (1 + 1e-9)
+
+
 def test_without_time_nothing_is_tried():
     _, remat, found = searched()
     assert swapped(remat, found.best, lambda kept: 1 / 0, math.inf, 1, lambda: True) is found.best
