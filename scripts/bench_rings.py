@@ -2,8 +2,8 @@
 
 A weight of a transformer's size, the batch over all devices, the weight (so its gradient) split in one of its two dimensions.
 ``jaxauto/cost/windowed.py`` was read off these schedules, so the table shows that it is what they do, not that it holds elsewhere. Seconds:
-of the step, with what is waited for: a small weight's dots are through before its pieces are sent. Sent: bytes of a reduce-scatter; a ring
-sends n + 1 pieces instead of n - 1. Four devices in all make none: their sum is waited for.
+of computation, with what the ring waits for: a small weight's dots are through before its pieces are sent. Sent: bytes of a reduce-scatter;
+a ring sends n + 1 pieces instead of n - 1. Four devices in all make none: their sum is waited for, and not in the seconds.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def measure(size: tuple, split: int, *, transposed: bool) -> str:
     schedule = schedule_of(plan, module)
     results = {(c.name, i.name): i for c in module.computations.values() for i in c.instructions}
     copied = [list(results[r.computation, r.name].shapes[0].dims) for r in schedule.breakdown if r.name.startswith("copy") and r.hbm_bytes]
-    told, found = plan.estimate.step_time, schedule.total_seconds
+    waits = sum(r.total_seconds for r in schedule.breakdown if r.name.startswith("collective-permute"))
+    told, found = plan.estimate.compute_time, schedule.compute_seconds + waits
     sent = [sum(c.bytes_ * c.count for c in plan.estimate.collectives), sum(c.role_bytes * c.count for c in module.collectives)]
     cells = [f"{shape}", shape[split], shape[split] // devices, target, ", ".join(map(str, copied[:1])), f"{1e3 * told:.3f}"]
     cells += [f"{1e3 * found:.3f}", f"{told / found - 1:+.1%}", *(f"{b / 2**20:.2f}" for b in sent)]

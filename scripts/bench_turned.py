@@ -2,7 +2,7 @@
 
 ``jaxauto.swapped.turned``: the transpose of a dot whose cotangent is too wide to exchange its operands. XLA:TPU folds it into the layout of
 the result, and where that is summed over devices first, keeps the weight and its moments in that layout for the update: three copies there
-and three back. One plan for eight v5p of each step (remat_cases.py), compiled ahead of time as applied, and without the layout that it
+and three back. Where the sum is scattered beside the dot it does not, and nothing is told. One plan for eight v5p of each step (remat_cases.py), compiled ahead of time as applied, and without the layout that it
 tells: peak memory of a device, seconds by the roofline of the schedule, and copies of what the step is given or returns.
 """
 
@@ -42,7 +42,7 @@ def line(name: str) -> str:
     mesh = remat_cases.mesh_of(TARGET)
     plan = jaxauto.plan(step, *args, target=TARGET, mesh=mesh, certify=False, progress=False)
     told = measured(plan)
-    with mock.patch("jaxauto.rewrite.apply.turned", return_value=frozenset()):
+    with mock.patch("jaxauto.rewrite.apply.turned", return_value={}):
         untold = measured(plan)
     cells = [f"{x:.2f}" for pair in zip(untold, told, strict=True) for x in pair]
     return f"| {name} | {' | '.join(cells)} | {told[1] / untold[1]:.3f} |"

@@ -114,7 +114,8 @@ def test_what_could_be_exchanged_and_was_not_is_told_its_layout(fun):
     graph = build(jax.make_jaxpr(fun)(*args))
     found = turned(graph)
     assert [graph.values[x].shape for x in found] == ([(4, 33)] if fun is wide else [(4, 3)] if fun in (read_twice, kept) else [])
-    for platform, devices in [("tpu", 8), ("tpu", 1), ("gpu", 8), ("cpu", 8)]:
+    whole, split = Decisions(dict.fromkeys(found.values(), ((), ()))), Decisions(dict.fromkeys(found.values(), ((), ("data",))))
+    for platform, devices, decisions in [("tpu", 3, whole), ("tpu", 3, split), ("tpu", 1, whole), ("gpu", 3, whole), ("cpu", 3, whole)]:
         mesh = jax.sharding.AbstractMesh((devices,), ("data",))
-        text = str(jax.make_jaxpr(apply(graph, Decisions(), mesh, platform))(*args))
-        assert text.count("layout_constraint") == len(found) * (platform == "tpu" and devices > 1)
+        text = str(jax.make_jaxpr(apply(graph, decisions, mesh, platform))(*args))
+        assert text.count("layout_constraint") == len(found) * (platform == "tpu" and devices > 1 and decisions is whole)

@@ -56,7 +56,8 @@ class _Constraints(Pins):
         self.decisions, self.mesh, self.host = decisions, mesh, rewritten.host
         self.origin, self.stacked = rewritten.origin, rewritten.stacked
         self.on_cpu = platform == "cpu"
-        self.row_major = turned(rewritten.graph) if platform == "tpu" and mesh.size > 1 else frozenset()
+        told = turned(rewritten.graph) if platform == "tpu" and mesh.size > 1 else {}
+        self.row_major = {x for x, dot in told.items() if not any(decisions.values.get(self.origin.get(dot, dot), ()))}
         self.awaited: list = []
 
     def barrier(self, arrays: list) -> list:
