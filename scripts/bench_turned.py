@@ -2,8 +2,9 @@
 
 ``jaxauto.swapped.turned``: the transpose of a dot whose cotangent is too wide to exchange its operands. XLA:TPU folds it into the layout of
 the result, and where that is summed over devices first, keeps the weight and its moments in that layout for the update: three copies there
-and three back. Where the sum is scattered beside the dot it does not, and nothing is told. One plan for eight v5p of each step (remat_cases.py), compiled ahead of time as applied, and without the layout that it
-tells: peak memory of a device, seconds by the roofline of the schedule, and copies of what the step is given or returns.
+and three back. Where the sum is scattered beside the dot it does not, and nothing is told. One plan for eight v5p of each step
+(remat_cases.py), compiled ahead of time without what it tells, and as applied: peak memory of a device, seconds by the roofline of the
+schedule, and those of them that large copies outside of loops take.
 """
 
 from __future__ import annotations
