@@ -122,11 +122,14 @@ def test_keys_and_values_are_gathered_where_heads_are_too_few(name):
 
 @compiles("2-D (SUMMA)")
 def test_weights_move_along_one_axis_and_activations_along_the_other(name):
-    """As in SUMMA (Optimus, arXiv 2104.05343): a block of each operand is gathered from the row or the column of the grid of devices."""
+    """As in SUMMA (Optimus, arXiv 2104.05343): a block of each operand is gathered from the row or the column of the grid of devices.
+
+    For the weights' gradients too: their sums along a column, as rings beside the dots, take 4 % longer (as compiled for v5p).
+    """
     weights, rows, layers = 16384 * 65536, 16384 * 16384, 2
     gathered = {axes: moved.elements for (kind, axes, _), moved in traffic(name).items() if kind == "all-gather"}
     assert sorted(gathered) == [DATA, MODEL]
-    assert sorted(gathered.values()) == pytest.approx([3 * layers * rows / 8, 4 * layers * weights / 8], rel=0.02)
+    assert sorted(gathered.values()) == pytest.approx([4 * layers * rows / 8, 4 * layers * weights / 8], rel=0.02)
     both = [moved.elements for (_, axes, _), moved in traffic(name).items() if axes == (*DATA, *MODEL)]
     assert sum(both) < 10, "nothing is gathered or summed over all devices but the loss"
 
