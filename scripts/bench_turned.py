@@ -26,7 +26,7 @@ from jaxauto import aot, hlo  # noqa: E402
 from jaxauto.verify import compile_ahead, schedule_of  # noqa: E402
 
 TARGET = "v5p:2x2x2"
-STEPS = ("GPT-2 medium, unrolled", "Llama 1B", "MoE", "LSTM")
+STEPS = ("GPT-2 medium, unrolled", "Llama 1B", "MoE", "LSTM", "SSM", "ViT-L")
 LARGE = 2**24  # bytes of HBM traffic
 
 
