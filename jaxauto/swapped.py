@@ -65,5 +65,5 @@ def swapped(dot: Any) -> Any:
 def turned(graph: Graph) -> dict[int, int]:
     """Transposes, of the straight program, of dots that could be exchanged and were not: result → the dot's."""
     made = {x: node for node in graph.nodes if node.prim == "dot_general" for x in node.outputs}
-    found = ((node, made[x]) for node in graph.nodes if node.prim == "transpose" and (x := node.inputs[0]) in made)
+    found = ((node, made[x]) for node in graph.nodes if node.prim == "transpose" and isinstance(x := node.inputs[0], int) and x in made)
     return {node.outputs[0]: dot.outputs[0] for node, dot in found if tuple(node.params["permutation"]) == _exchanged(dot.eqn)}
