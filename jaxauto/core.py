@@ -324,7 +324,7 @@ class Decisions:
       finished: gradients of the straight program that a recomputation waits for on CPU, where they come before it: the scheduler would
         put them off and keep what they read.
       offloaded: values that are in the host's memory between the passes; arguments and results that are there between steps.
-      remade: values between blocks that are made again for the backward pass, see ``reruns.py``.
+      remade: values between blocks that are made again for the backward pass, and the depth of each, see ``reruns.py``.
       in_order: gradients, those summed over devices too, that loops and recomputations of the backward pass wait for
         where the compiler is held to the order of the program (``rewrite/order.py``): all on GPU; on TPU those summed over
         devices that are much smaller than what is read for them. None where it is not.
@@ -337,5 +337,5 @@ class Decisions:
     finished: frozenset[int] = frozenset()
     made: Mapping[int, Sharding] = field(default_factory=dict)
     offloaded: frozenset[int] = frozenset()
-    remade: frozenset[int] = frozenset()
+    remade: frozenset[tuple[int, int]] = frozenset()
     in_order: frozenset[int] | None = None

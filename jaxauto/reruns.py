@@ -2,8 +2,10 @@
 
 A block is recomputed from what enters it. Where that was made by the block before, it need not be kept either: one *rerun* makes it again,
 from what is kept, before the first block that reads it goes backward, and the block is then recomputed from it. So a stretch of blocks
-costs its ends between the passes, its insides while it goes backward, and one more forward pass (Rotor: Beaumont et al., Inria RR-9302;
-here two deep). A scan is run again as it stands for the stacks that only its backward scan reads.
+costs its ends between the passes, its insides while it goes backward, and one more forward pass. And so on: what the rerun of a stretch
+passes through need not be kept by it either (Rotor: Beaumont et al., Inria RR-9302). The *depth* of a value says how often it is made
+again: a rerun of depth d makes the values of depth d, through deeper ones, from those of less depth; 0 is kept between the passes.
+A scan is run again as it stands for the stacks that only its backward scan reads.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from dataclasses import dataclass
 from jaxauto.blocks import Block, runs_once
 from jaxauto.core import Graph, Node
 from jaxauto.graph import walk
+
+Remade = frozenset[tuple[int, int]]  # (value, depth ≥ 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,22 +37,29 @@ class Rerun:
     made: frozenset[int]
 
 
-def find_reruns(blocks: Iterable[Block], kept: Mapping[int, Collection[int]], remade: Collection[int]) -> list[Rerun]:
-    """The reruns that make ``remade``; values that hang on each other, or on the same nodes, come of one.
+def find_reruns(blocks: Iterable[Block], kept: Mapping[int, Collection[int]], remade: Collection[tuple[int, int]]) -> list[Rerun]:
+    """The reruns that make ``remade``, the deepest first; values of one depth that hang on each other, or on the same nodes, come of one.
 
     Args:
       blocks: of ``find_blocks``.
       kept: index of a block → what it keeps; those that are not there are as written.
-      remade: outputs of straight blocks, or of scans with a backward scan any stack.
+      remade: outputs of straight blocks, or of scans with a backward scan any stack; each with its depth.
     """
-    wanted = set(remade)
-    if not wanted:
+    if not remade:
         return []
     blocks = list(blocks)
     inner = inside(blocks, kept)
     found: list[Rerun] = []
+    for depth in sorted({d for _, d in remade}, reverse=True):
+        gone = inner | {v for v, d in remade if d >= depth}
+        found += _of_one_depth(blocks, gone, {v for v, d in remade if d == depth})
+    return found
+
+
+def _of_one_depth(blocks: list[Block], gone: set[int], wanted: set[int]) -> list[Rerun]:
+    found: list[Rerun] = []
     for graph, phase, value in reversed(_places(blocks, wanted)):
-        nodes, reads = behind(graph, value, inner | wanted)
+        nodes, reads = behind(graph, value, gone)
         part = Rerun(graph, phase, tuple(nodes), tuple(reads), frozenset({value}))
         ids = {n.id for n in nodes}
         shared = [r for r in found if ids & {n.id for n in r.nodes}]

@@ -128,7 +128,7 @@ def _decisions(decisions: Decisions, graph: Graph | None) -> dict[str, Any]:
         "in_order": None if decisions.in_order is None else sorted(decisions.in_order),
         "made": [{"value": n, **_name(n, graph), "sharding": s} for n, s in decisions.made.items()],
         "offloaded": [{"value": n, **_name(n, graph)} for n in sorted(decisions.offloaded)],
-        "remade": [{"value": n, **_name(n, graph)} for n in sorted(decisions.remade)],
+        "remade": [{"value": n, "depth": depth, **_name(n, graph)} for n, depth in sorted(decisions.remade)],
     }
 
 
@@ -203,7 +203,7 @@ def _to_decisions(data: Mapping[str, Any]) -> Decisions:
         in_order=None if data.get("in_order") is None else frozenset(data["in_order"]),
         made={d["value"]: _to_sharding(d["sharding"]) for d in data.get("made", ())},
         offloaded=frozenset(d["value"] for d in data.get("offloaded", ())),
-        remade=frozenset(d["value"] for d in data.get("remade", ())),
+        remade=frozenset((d["value"], d.get("depth", 1)) for d in data.get("remade", ())),
     )
 
 

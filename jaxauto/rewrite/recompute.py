@@ -9,7 +9,8 @@ the backward pass, so no compiler merges it with the original or moves it up. Ma
 what passes through it is written to memory, and these need not be. Loops need none: two bodies are never merged, and a slice that passed
 a barrier would be copied out of its stack first (``jax.checkpoint(prevent_cse=False)`` is for the same case).
 
-Of what lies between blocks some can be made again too (see ``reruns``), in the same way, before the first recomputation that reads it.
+Of what lies between blocks some can be made again too (see ``reruns``), in the same way, before the first recomputation, or deeper rerun,
+that reads it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from jaxauto.rewrite.program import Program, Rewritten, cotangent_at, read_as, r
 
 
 def recompute(
-    graph: Graph, kept: Mapping[int, frozenset[int]], remade: Collection[int] = (), blocks: tuple[Block, ...] | None = None
+    graph: Graph, kept: Mapping[int, frozenset[int]], remade: Collection[tuple[int, int]] = (), blocks: tuple[Block, ...] | None = None
 ) -> Rewritten:
     """A graph with the same results that keeps only ``kept`` of each block for the backward pass.
 
@@ -33,7 +34,7 @@ def recompute(
       graph: the differentiated step; it is not changed.
       kept: index into ``find_blocks(graph)`` → ids of the values of that block (residuals or any others) that stay saved. Blocks that are
         not named stay as written.
-      remade: values between blocks that are made again as well, see ``reruns.find_reruns``.
+      remade: values between blocks that are made again as well, and how deep, see ``reruns.find_reruns``.
       blocks: ``find_blocks(graph)``, if it is known.
 
     Raises:

@@ -1,19 +1,13 @@
-"""Which values between blocks to make again (``reruns.py``) so that a program takes less memory: two-deep recomputation.
+"""Which values between blocks to make again (``reruns.py``), and how deep, so that a program takes less memory.
 
-Of the program with everything recomputed the live bytes at each position are known; making a value again takes it off between the passes
-and puts it back from its rerun to its last reader, with what the rerun itself needs on top. Under a limit M, in the order of the forward
-pass, a value is left to be made again if the live bytes stay ≤ M while the stretch it belongs to goes backward   ``_within``
-The earlier a stretch, the later and the emptier the memory that it goes backward in, the longer it may be. M is the least for which all of
-the program then keeps to M, by bisection                                                                       ``_least``
-What M allows to keep is kept, the dearest per byte first                                                       ``_spared``
-Answers are offered for the memory there is, where the least leaves some, and for limits below it               ``nestings``
+What there is to decide is read off the program as it is with everything recomputed                              ``_Survey``
+It is decided by Rotor's dynamic programme (``depths.py``) for the memory there is, where the least leaves some, and for limits below it.
 Bytes are those of one device without a mesh: activations shrink about alike under one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,36 +15,16 @@ from jaxauto.blocks import Block
 from jaxauto.core import Graph, Node
 from jaxauto.cost.liveness import Buffers, live_bytes
 from jaxauto.graph import value_bytes, walk
-from jaxauto.reruns import behind, inside
+from jaxauto.reruns import Remade, behind, inside
+from jaxauto.solve.depths import Depth, Depths, Value
 
 _MOST = 128  # values that are thought of, the largest
-_SMALL = 0.01  # of the largest: not worth it
-_BISECTIONS = 10
-_SHARES = (0.5, 0.0)  # of what could be saved: limits to offer answers for
+_SMALL = 0.002  # of the peak: not worth it
+_SHARES = (0.5, 0.2)  # of what could be saved: limits to offer answers for, beside the least
 _NEAR = 0.99  # of the room there is: bytes are those without a mesh
 _GAIN = 0.01  # of the peak: less is no gain
-
-
-@dataclass(frozen=True)
-class _Value:
-    """A value that could be made again. Positions are those of ``Buffers``.
-
-    Attributes:
-      bytes_: of it, of a scan all stacks that only the backward pass reads.
-      left: its last reader in the forward pass; back: the first in the backward pass; done: the last.
-      rise: bytes that making it takes on top of what it is made from, itself included. seconds: that it takes.
-      above: those of the others that it is made from. reads: (bytes, last position, those of values that must live on for it).
-    """
-
-    number: int
-    bytes_: float
-    left: int
-    back: int
-    done: int
-    rise: float
-    seconds: float
-    above: tuple[int, ...]
-    reads: tuple[tuple[float, int], ...]
+_BISECTIONS = 6
+_FREE, _GROWTH = 5_000, 2  # nodes that may run again in any case; those of the program, how often
 
 
 def nestings(
@@ -60,28 +34,43 @@ def nestings(
     buffers: Buffers,
     seconds: Callable[[Node], float],
     room: float = 1.0,
-) -> list[frozenset[int]]:
-    """Sets of values to make again, from the least change to the least memory.
+) -> list[Remade]:
+    """Values to make again, from the least change to the least memory.
 
     Args:
       blocks: of the step as written, and what each keeps.
       graph: the step rewritten so. buffers: its buffers.
       seconds: what running a node once more takes.
-      room: the share of its memory that there is: the first of the sets is for that much.
+      room: the share of its memory that there is: the first of the answers is for that much.
     """
     live = live_bytes(buffers, buffers.bytes_)
     values = _Survey(blocks, graph, buffers, live).values(kept, seconds)
     if not values:
         return []
-    peak = float(live.max())
-    least, _ = _least(values, live)
-    found: list[frozenset[int]] = []
-    limits = [room * _NEAR * peak, *(least + share * (peak - least) for share in _SHARES)]
-    for limit in (limit for limit in limits if least <= limit <= limits[0] or limit == limits[-1]):
-        chosen = _spared(values, live, limit)
-        if chosen is not None and limit < peak * (1 - _GAIN) and (answer := frozenset(v.number for v in chosen)) not in found:
-            found.append(answer)
-    return found
+    depths, peak = Depths(values, live), float(live.max())
+    first, least = room * _NEAR * peak, depths.least
+    limits = [first, *(least + share * (peak - least) for share in _SHARES)]
+    most = max(_FREE, _GROWTH * sum(1 for _ in walk(graph)))
+    answers = [depths.within(limit) for limit in limits if least <= limit <= first and limit < peak * (1 - _GAIN)]
+    answers = [depth for depth in answers if depth and depths.nodes(depth) <= most]
+    answers.append(_leanest(depths, peak, most))
+    return list(dict.fromkeys(frozenset(depth.items()) for depth in answers if depth))
+
+
+def _leanest(depths: Depths, peak: float, most: int) -> Depth | None:
+    """The least memory for which no more than ``most`` nodes run again, by bisection."""
+    best = depths.leanest()
+    if best is None or depths.nodes(best) <= most:
+        return best
+    low, high, best = depths.least, peak, None
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        depth = depths.within(middle)
+        if depth is None or depths.nodes(depth) > most:
+            low = middle
+        else:
+            high, best = middle, depth
+    return best
 
 
 # --------------------------------------------------------------------------------------------------------------- the values
@@ -95,14 +84,14 @@ class _Survey:
         self.nodes = {node.id: node for node in walk(graph)}
         self.ends = dict(zip(buffers.ids.tolist(), buffers.end.tolist(), strict=True))
         sizes = self.sizes()
-        smallest = _SMALL * max(sizes.values(), default=0.0)
+        smallest = _SMALL * float(live.max())
         large = sorted((v for v in sizes if sizes[v] >= smallest), key=lambda v: -sizes[v])[:_MOST]
         self.large = {v: sizes[v] for v in large}
 
-    def values(self, kept: Mapping[int, frozenset[int]], seconds: Callable[[Node], float]) -> list[_Value]:
+    def values(self, kept: Mapping[int, frozenset[int]], seconds: Callable[[Node], float]) -> list[Value]:
         """In the order of the forward pass."""
         gone = inside(self.blocks, kept)
-        found: list[_Value] = []
+        found: list[Value] = []
         for block in self.blocks:
             for node in block.forward if block.scan is None else block.scan[:1]:
                 for number in node.outputs:
@@ -127,7 +116,7 @@ class _Survey:
         stacks = scan.outputs[scan.num_carry :]
         return [y for y in stacks if y not in self.graph.outputs and all(u.backward for u in self.graph.values[y].users)]
 
-    def value(self, block: Block, node: Node, number: int, gone: set[int], seconds: Callable[[Node], float]) -> _Value | None:
+    def value(self, block: Block, node: Node, number: int, gone: set[int], seconds: Callable[[Node], float]) -> Value | None:
         values, position, begin = self.graph.values, self.buffers.position, self.buffers.loop_start
         made = [number] if block.scan is None else self.late_stacks(self.nodes[node.id])
         users = [u for y in made for u in values[y].users if u.id in position]
@@ -138,7 +127,7 @@ class _Survey:
         at = position[node.id]
         ready = [position[p.id] for x in reads if (p := block.graph.values[x].producer) is not None and p.id in position]
         start = min(max(ready, default=0), at - 1)
-        return _Value(
+        return Value(
             number=number,
             bytes_=self.large[number],
             left=max([at, *(position[u.id] for u in users if not u.backward)]),
@@ -146,81 +135,7 @@ class _Survey:
             done=max(position[u.id] for u in late),
             rise=max(float(self.live[start : at + 1].max() - self.live[start]), self.large[number]),
             seconds=sum(seconds(n) for n in again),
+            nodes=len(again),
             above=tuple(x for x in reads if x in self.large),
-            reads=tuple((value_bytes(values[x]), self.ends[x]) for x in reads if x not in self.large and self.ends.get(x, 0) > 0),
+            reads=tuple((x, value_bytes(values[x]), self.ends[x]) for x in reads if x not in self.large and self.ends.get(x, 0) > 0),
         )
-
-
-# --------------------------------------------------------------------------------------------------------------- the choice
-
-
-def _profile(chosen: Sequence[_Value], live: np.ndarray) -> tuple[np.ndarray, dict[int, tuple[int, int]]]:
-    """Live bytes with ``chosen`` made again, and when the stretch of each goes backward: (rerun, last reader)."""
-    stretch: dict[int, list[_Value]] = {}
-    for value in chosen:
-        together = [value]
-        for x in value.above:
-            if x in stretch and stretch[x] is not together:
-                together = stretch[x] + [v for v in together if v not in stretch[x]]
-        for v in together:
-            stretch[v.number] = together
-    steps = np.zeros(len(live) + 1)
-    spikes: list[tuple[int, float]] = []
-    when: dict[int, tuple[int, int]] = {}
-    for together in {id(t): t for t in stretch.values()}.values():
-        back = min(v.back for v in together)
-        span = back, max(v.done for v in together)
-        before = highest = 0.0
-        for v in together:
-            when[v.number] = span
-            if v.done > v.left:
-                steps[v.left + 1] -= v.bytes_
-                steps[v.done + 1] += v.bytes_
-            steps[back] += v.bytes_
-            steps[max(v.done, back) + 1] -= v.bytes_
-            highest = max(highest, before + v.rise)
-            before += v.bytes_
-            for bytes_, last in v.reads:
-                if last < back:
-                    steps[last + 1] += bytes_
-                    steps[back + 1] -= bytes_
-        spikes.append((back, highest - before))
-    found = live + np.cumsum(steps)[:-1]
-    for at, more in spikes:
-        found[at] += max(more, 0.0)
-    return found, when
-
-
-def _within(values: Sequence[_Value], live: np.ndarray, limit: float) -> list[_Value] | None:
-    """What to make again under a limit; None if that does not do."""
-    chosen: list[_Value] = []
-    for value in values:
-        after, when = _profile([*chosen, value], live)
-        back, done = when[value.number]
-        if after[back : done + 1].max() <= limit:
-            chosen.append(value)
-    return chosen if _profile(chosen, live)[0].max() <= limit else None
-
-
-def _least(values: Sequence[_Value], live: np.ndarray) -> tuple[float, list[_Value]]:
-    low, high = 0.0, float(live.max())
-    best: list[_Value] = []
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        chosen = _within(values, live, middle)
-        if chosen is None:
-            low = middle
-        else:
-            high, best = middle, chosen
-    return high, best
-
-
-def _spared(values: Sequence[_Value], live: np.ndarray, limit: float) -> list[_Value] | None:
-    chosen = _within(values, live, limit)
-    if chosen is None:
-        return None
-    for value in sorted(chosen, key=lambda v: -v.seconds / v.bytes_):
-        less = [v for v in chosen if v is not value]
-        if _profile(less, live)[0].max() <= limit:
-            chosen = less
-    return chosen

@@ -23,7 +23,7 @@ from jaxauto.cost.fusion import find_buffers
 from jaxauto.cost.liveness import Buffers
 from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import Groups
-from jaxauto.reruns import everything_in, find_reruns
+from jaxauto.reruns import Remade, everything_in, find_reruns
 from jaxauto.rewrite.hoist import hoist
 from jaxauto.rewrite.narrow import narrow
 from jaxauto.rewrite.offload import offload
@@ -46,12 +46,12 @@ Kept = tuple[frozenset[int] | None, ...]  # what each block keeps; None: as writ
 @dataclass(frozen=True)
 class Level:
     """``kept[b]``: what block b keeps, None for as written; ``offloaded``: what of it is kept in the host's memory, and state, both as an
-    argument and as the result that it becomes; ``remade``: what lies between blocks and is made again as well (``reruns.py``)."""
+    argument and as the result that it becomes; ``remade``: what lies between blocks and is made again as well, and how deep (``reruns.py``)."""
 
     threshold: float
     kept: Kept
     offloaded: frozenset[int] = frozenset()
-    remade: frozenset[int] = frozenset()
+    remade: Remade = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,13 +63,13 @@ class Variant:
       buffers: its buffers; ``origin[k]`` is the value as written that buffer k is a copy of, ``stacked[k]`` whether it has one
         leading dimension more.
       offloaded: values that are in host memory between the passes, state before and after them. remade: values between blocks that are made
-        again.
+        again, and how deep.
       extra: node id (as written) → how often it runs again in a step.
     """
 
     kept: Kept
     offloaded: frozenset[int]
-    remade: frozenset[int]
+    remade: Remade
     rewritten: Rewritten
     buffers: Buffers
     origin: np.ndarray
@@ -228,7 +228,7 @@ class Remat:
         return unsplit_seconds(node, self.operations.get(node.id), self.graph.values, self.chip)
 
     def variant(
-        self, kept: Sequence[frozenset[int] | None], offloaded: frozenset[int] = frozenset(), remade: frozenset[int] = frozenset()
+        self, kept: Sequence[frozenset[int] | None], offloaded: frozenset[int] = frozenset(), remade: Remade = frozenset()
     ) -> Variant:
         """The program that keeps ``kept``, ``offloaded`` of it in host memory, and makes ``remade`` again, with its buffers; cached."""
         key = tuple(kept), offloaded, remade
@@ -245,7 +245,7 @@ class Remat:
     def _kind(self, node: Node) -> Kind:
         return Kind.CONTROL if node.bodies else self._rule(node).kind
 
-    def _variant(self, kept: tuple, offloaded: frozenset[int], remade: frozenset[int]) -> Variant:
+    def _variant(self, kept: tuple, offloaded: frozenset[int], remade: Remade) -> Variant:
         chosen = {b: k for b, k in enumerate(kept) if k is not None}
         rewritten = offload(recompute(self.graph, chosen, remade, self.blocks) if chosen else Rewritten(self.graph, {}), offloaded)
         if self.chip.platform == "tpu":

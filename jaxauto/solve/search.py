@@ -189,10 +189,10 @@ class Search:
         away = self.away(levels, min((c.seconds for c in fitting), default=math.inf))
         levels += away
         yield from away
-        if not fitting:
-            nested = self.nested(levels, room())
-            levels += nested
-            yield from nested
+        for level in self.nested(levels, room()) if not fitting else ():
+            if not fitting:  # what makes more again takes longer
+                levels.append(level)
+                yield level
 
     def nested(self, levels: Sequence[Level], room: float = 1.0) -> list[Level]:
         """With what the leanest of ``levels`` keeps, those that make again what lies between blocks; none without a choice or time."""

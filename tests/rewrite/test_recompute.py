@@ -145,19 +145,24 @@ def test_results_are_bit_equal_without_fusion(name):
 # ----------------------------------------------------------------------------------------------------- what lies between blocks
 
 
+def at_depths(values, deep):
+    """All one deep, or 1, 2, 3, 1, 2, 3, ... in the order of the program."""
+    return {(v, 1 + k % 3 * deep) for k, v in enumerate(sorted(values))}
+
+
 def between(blocks):
     """All that lies between blocks, and all stacks of scans."""
     straight = {v for block in blocks if block.scan is None for v in block.outputs}
     return straight | {y for block in blocks if block.scan for y in block.scan[0].outputs[block.scan[0].num_carry :]}
 
 
+@pytest.mark.parametrize("deep", [False, True])
 @pytest.mark.parametrize("name", ["transformer_loop", "recurrent_scan", "gradient_accumulation", "dropout_old_key", "control_flow"])
-def test_what_lies_between_blocks_is_made_again(name):
+def test_what_lies_between_blocks_is_made_again(name, deep):
     step, args = STEPS[name]()
     graph = graph_of(step, args)
     blocks, before = find_blocks(graph), fingerprint(graph)
-    remade = between(blocks) - {*graph.outputs}
-    result = recompute(graph, nothing(blocks), remade)
+    result = recompute(graph, nothing(blocks), at_depths(between(blocks) - {*graph.outputs}, deep))
     assert fingerprint(graph) == before
     assert_consistent(result.graph)
     assert set(result.origin) == set(result.graph.values) - set(graph.values)
@@ -169,14 +174,15 @@ def test_what_lies_between_blocks_is_made_again(name):
         np.testing.assert_allclose(words(got), words(want), rtol=0, atol=1e-6 * max(float(np.abs(words(want)).max()), 1e-30))
 
 
+@pytest.mark.parametrize("deep", [False, True])
 @pytest.mark.parametrize("name", ["transformer_loop", "recurrent_scan"])
-def test_made_again_between_blocks_bit_for_bit(name):
+def test_made_again_between_blocks_bit_for_bit(name, deep):
     step, args = STEPS[name]()
     graph, leaves = graph_of(step, args), jax.tree.leaves(args)
     blocks = find_blocks(graph)
     with jax.disable_jit():
         expected = evaluator(graph)(*leaves)
-        actual = evaluator(recompute(graph, nothing(blocks), between(blocks) - {*graph.outputs}).graph)(*leaves)
+        actual = evaluator(recompute(graph, nothing(blocks), at_depths(between(blocks) - {*graph.outputs}, deep)).graph)(*leaves)
     for want, got in zip(expected, actual, strict=True):
         np.testing.assert_array_equal(words(got), words(want))
 
@@ -188,7 +194,7 @@ def test_a_scan_is_run_again_whole():
     blocks = find_blocks(graph)
     ((number, block),) = ((n, b) for n, b in enumerate(blocks) if b.scan)
     (stack, *_) = block.scan[0].outputs[block.scan[0].num_carry :]
-    result = recompute(graph, {number: frozenset()}, {stack}).graph
+    result = recompute(graph, {number: frozenset()}, {(stack, 1)}).graph
     scans = [node for node in result.nodes if node.prim == "scan"]
     assert [(len(node.outputs) - node.num_carry, node.backward) for node in scans[:2]] == [(0, False), (1, True)]
     assert [node.reverse for node in scans] == [False, False, True]
