@@ -13,6 +13,7 @@ A cluster is one dot and the fused values that are made of its result before ano
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from jaxauto.cost.patterns import ROW, is_deep, is_flat, lanes_filled
 from jaxauto.graph import value_bytes
 
 FUSING = frozenset({Kind.DOT, Kind.CONV})
+_APART = FUSING | {Kind.GATHER, Kind.SCATTER, Kind.OPAQUE}
 _SUMS = frozenset({"add", "add_any"})
 _WALLS = frozenset({"optimization_barrier", "scan", "while", "cond"})
 
@@ -185,13 +187,28 @@ class Clusters:
             if dots and node is not None:
                 last = max(dots, key=start.__getitem__)
                 made = self.values[last].producer
-                if made is not None and self._goes_along(made, node):
+                if made is not None and self._goes_along(made, node) and not self._comes_around(node, last, start):
                     owner[number] = last
         members: dict[int, list[int]] = {}
         for number, dot in owner.items():
             members.setdefault(dot, []).append(number)
         sole = {d for d, numbers in readers.items() if all(owner.get(n) == d for n in numbers)}
         return {number: dot for dot in sole for number in self._first_pass(dot, members[dot])}
+
+    def _comes_around(self, node: Node, dot: int, start: Mapping[int, int]) -> bool:
+        """Whether what is made of a dot's result by another operation, or passes a barrier with it, is needed for ``node``."""
+        waiting, seen = [(x, False) for x in node.inputs], set()
+        while waiting:
+            x, outside = waiting.pop()
+            if x == dot and outside:
+                return True
+            made = self.values[x].producer if isinstance(x, int) and start.get(x, math.inf) > start[dot] else None
+            if made is None or (x, outside) in seen:
+                continue
+            seen.add((x, outside))
+            outside = outside or made.prim in _WALLS or self.rules[made.id].kind in _APART
+            waiting += [(operand, outside) for operand in made.inputs]
+        return False
 
     def _fuses(self, number: int, kept: Set[int]) -> bool:
         if number in kept or not self._is_dot(number):
@@ -205,7 +222,7 @@ class Clusters:
             return False
         if user.prim in _SUMS and any(self._made_by(x) is Kind.SCATTER for x in user.inputs):  # XLA scatters into the other summand
             return False
-        return self.rules[user.id].kind not in FUSING | {Kind.GATHER, Kind.SCATTER, Kind.OPAQUE}
+        return self.rules[user.id].kind not in _APART
 
     def _first_pass(self, dot: int, numbers: list[int]) -> list[int]:
         """Which of them a fusion can make of a dot: not what needs the sum of long rows (a loss over a vocabulary), or of rows of something
