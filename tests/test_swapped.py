@@ -119,3 +119,21 @@ def test_what_could_be_exchanged_and_was_not_is_told_its_layout(fun):
         mesh = jax.sharding.AbstractMesh((devices,), ("data",))
         text = str(jax.make_jaxpr(apply(graph, decisions, mesh, platform))(*args))
         assert text.count("layout_constraint") == len(found) * (platform == "tpu" and devices > 1 and decisions is whole)
+
+
+@pytest.mark.parametrize(("dim", "told"), [(0, False), (1, True)])
+def test_a_gradient_that_is_gathered_along_another_dimension_than_the_first_is_told_its_layout(dim, told):
+    """On several TPUs: XLA lays it out by the dimension that it gathers, and the update with it."""
+
+    def step(table, rows, cotangent):
+        return table - jax.vjp(lambda t: t[rows], table)[1](cotangent)[0]
+
+    args = (jnp.ones((8, 6)), jnp.arange(4), jnp.ones((4, 6)))
+    graph = build(jax.make_jaxpr(step)(*args))
+    (gradient,) = [x for node in graph.nodes if node.prim == "scatter-add" and node.backward for x in node.outputs]
+    split = tuple(("data",) if d == dim else () for d in range(2))
+    decisions = Decisions({gradient: ((), ())}, made={gradient: split})
+    for platform, devices in [("tpu", 2), ("tpu", 1), ("gpu", 2)]:
+        mesh = jax.sharding.AbstractMesh((devices,), ("data",))
+        text = str(jax.make_jaxpr(apply(graph, decisions, mesh, platform))(*args))
+        assert text.count("layout_constraint") == (told and platform == "tpu" and devices > 1)

@@ -20,9 +20,9 @@ dimension are in mesh order, major first: where an axis joins or leaves on the m
 than the mesh's, and change places.
 
 A reduce-scatter is an all-reduce of which each device keeps its piece (on TPU, ``scripts/results/sums.md``) where it goes to several
-dimensions and over all devices of some topologies (``MeshAxes.scatters_whole``). So it is where an axis that stays splits the dimension on
-the minor side: the partitioner puts that dimension together before, or gathers what the sum is made of and computes more; counted as a
-gather of the terms.
+dimensions and over all devices of some topologies (``MeshAxes.scatters_whole``). So it is where an axis splits the dimension on the minor
+side, whether it stays or leaves: the partitioner puts that dimension together before, or gathers what the sum is made of and computes more;
+counted as a gather of the terms.
 """
 
 from __future__ import annotations
@@ -139,10 +139,10 @@ def _steps(source, target, bytes_, mesh, partial) -> Iterator[tuple[str, str, np
     whole_s, whole_t = s == WHOLE, t == WHOLE
     scatter, reduce_ = p & ~whole_t, p & whole_t
     cut = whole_s & ~p & ~whole_t
-    exchange = ~whole_s & ~whole_t & (s != t)
-    gather = np.array(np.broadcast_to(~whole_s & whole_t, np.broadcast_shapes(s.shape, t.shape)))
-
     under = _under(scatter, s, t)
+    exchange = ~whole_s & ~whole_t & (s != t) & ~under
+    gather = np.array(np.broadcast_to(~whole_s & whole_t, np.broadcast_shapes(s.shape, t.shape))) & ~under
+
     for axes, chosen in _by_axes(under):
         local[chosen] *= np.prod(sizes[list(axes)])
         yield "all-gather", "all-gather", local[chosen], axes, chosen
@@ -156,7 +156,7 @@ def _steps(source, target, bytes_, mesh, partial) -> Iterator[tuple[str, str, np
             if here.any():
                 yield kind, written, local[some], axes, some
         local[chosen] /= np.prod(sizes[list(axes)])
-    local = local / np.where(cut | under, sizes, 1.0).prod(-1)
+    local = local / np.where(cut | (under & ~whole_t), sizes, 1.0).prod(-1)
     for axes, chosen in _by_axes(reduce_):
         yield "all-reduce", "all-reduce", local[chosen], axes, chosen
     for axes, chosen in _by_axes(exchange):
@@ -182,10 +182,10 @@ def _to_several(t: np.ndarray, axes: tuple[int, ...], chosen: tuple) -> np.ndarr
 
 
 def _under(scatter: np.ndarray, s: np.ndarray, t: np.ndarray) -> np.ndarray:
-    """Axes that split a dimension, and stay, on the minor side of one over which a sum is scattered to it: ``bool [a, b, axes]``."""
+    """Axes that split a dimension on the minor side of one over which a sum is scattered to it: ``bool [a, b, axes]``."""
     found = np.zeros(scatter.shape, bool)
     for major, minor in itertools.combinations(range(scatter.shape[-1]), 2):
-        found[..., minor] |= scatter[..., major] & (t[..., major] == t[..., minor]) & (s[..., minor] == t[..., minor])
+        found[..., minor] |= scatter[..., major] & (s[..., minor] == t[..., major])
     return found
 
 

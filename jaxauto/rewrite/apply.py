@@ -56,8 +56,7 @@ class _Constraints(Pins):
         self.decisions, self.mesh, self.host = decisions, mesh, rewritten.host
         self.origin, self.stacked = rewritten.origin, rewritten.stacked
         self.on_cpu = platform == "cpu"
-        told = turned(rewritten.graph) if platform == "tpu" and mesh.size > 1 else {}
-        self.row_major = {x for x, dot in told.items() if not any(decisions.values.get(self.origin.get(dot, dot), ()))}
+        self.row_major = _told_their_layout(rewritten, decisions) if platform == "tpu" and mesh.size > 1 else set()
         self.awaited: list = []
 
     def barrier(self, arrays: list) -> list:
@@ -95,6 +94,22 @@ class _Constraints(Pins):
         if here is not None and len(here) == len(sharding):
             array = bring(array, here, sharding, dict(self.mesh.shape), self.pinned)
         return self.pinned(array, sharding)
+
+
+def _told_their_layout(rewritten: Rewritten, decisions: Decisions) -> set[int]:
+    """Gradients that XLA:TPU would lay out otherwise, and then copies parameters and moments there and back for the update.
+
+    A vocabulary's (``swapped.turned``) where each device has the whole sum, and what is gathered along another dimension than the first.
+    """
+    origin, told = rewritten.origin, turned(rewritten.graph)
+    whole = {x for x, dot in told.items() if not any(decisions.values.get(origin.get(dot, dot), ()))}
+    straight = (x for node in rewritten.graph.nodes if node.backward for x in node.outputs)
+    return whole | {x for x in straight if _gathers_inside(decisions.made.get(x, ()), decisions.values.get(x, ()))}
+
+
+def _gathers_inside(here: Sharding, there: Sharding) -> bool:
+    """Whether an array is gathered along a dimension that is not its first."""
+    return any(set(before) - set(after) for before, after in list(zip(here, there, strict=False))[1:])
 
 
 def after_last(arrays: list, awaited: Sequence = ()) -> list:

@@ -46,7 +46,7 @@ Kept = tuple[frozenset[int] | None, ...]  # what each block keeps; None: as writ
 @dataclass(frozen=True)
 class Level:
     """``kept[b]``: what block b keeps, None for as written; ``offloaded``: what of it is kept in the host's memory, and state, both as an
-    argument and as the result that it becomes; ``remade``: what lies between blocks and is made again as well, and how deep (``reruns.py``)."""
+    argument and as the result that it becomes; ``remade``: what of that between blocks is made again too, and how deep (``reruns.py``)."""
 
     threshold: float
     kept: Kept

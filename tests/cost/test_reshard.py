@@ -35,6 +35,8 @@ PASSAGES = [
     ("sums and cuts", (W, W), (0, W), (True, False), [("reduce-scatter", 800.0, (0,))]),
     ("sums to a split dimension, on its minor side", (0, W), (0, 0), (False, True), [("reduce-scatter", 200.0, (1,))]),
     ("on its major side", (W, 0), (0, 0), (True, False), [("all-gather", 800.0, (1,)), ("reduce-scatter", 800.0, (0,))]),
+    ("of one that leaves", (W, 0), (0, 1), (True, False), [("all-gather", 800.0, (1,)), ("reduce-scatter", 800.0, (0,))]),
+    ("of one that is gathered", (W, 0), (0, W), (True, False), [("all-gather", 800.0, (1,)), ("reduce-scatter", 800.0, (0,))]),
     ("sums a piece", (W, 0), (W, 0), (True, False), [("all-reduce", 400.0, (0,))]),
     ("joins on the major side", (W, 0), (0, 0), None, [("collective-permute", 800.0, (0, 1))]),
     ("joins on the minor side", (0, W), (0, 0), None, []),
@@ -114,11 +116,11 @@ def test_a_sum_is_hidden_beside_its_dot_alone(windows, beside, waits):
 
 
 def test_of_a_passage_the_sum_alone_goes_round_the_ring():
-    source, target, partial = np.array([W, 0], np.int8), np.array([0, 1], np.int8), np.array([True, False])
+    source, target, partial = np.array([0, W], np.int8), np.array([1, 0], np.int8), np.array([False, True])
     tpu = MeshAxes(MESH.names, MESH.sizes, MESH.links, windows=32)
     found = passage_collectives(source, target, 800.0, tpu, partial, beside=True)
     assert [kind for kind, *_ in found] == ["reduce-scatter", "all-to-all"]
-    assert [bytes_ for _, bytes_, *_ in found] == pytest.approx([400.0 * 5 / 3, 200.0])
+    assert [bytes_ for _, bytes_, *_ in found] == pytest.approx([200.0 * 3, 400.0])
     tables = passage_tables(source[None], target[None], 800.0, tpu, partial[None], np.ones((1, 1), bool))
     assert tables.sum() == pytest.approx(sum(seconds for *_, seconds in found))
 
