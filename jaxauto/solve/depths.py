@@ -104,7 +104,7 @@ class Depths:
         """The least seconds under a limit; None where none is found."""
         asked = limit
         for _ in range(_ASKED):
-            depth = _Programme(self, asked).answer()
+            depth = self.at_most(asked)
             if depth is None:
                 return None
             over = float(self.profile(depth).max()) - limit
@@ -115,7 +115,11 @@ class Depths:
 
     def leanest(self) -> Depth | None:
         """About the least memory that there is an answer for."""
-        return next((d for d in (_Programme(self, self.least * more).answer() for more in _MORE) if d is not None), None)
+        return next((d for d in (self.at_most(self.least * more) for more in _MORE) if d is not None), None)
+
+    def at_most(self, limit: float) -> Depth | None:
+        """The least seconds under a limit, the values taken for a chain."""
+        return _Programme(self, limit).answer()
 
     def _spared(self, depth: Depth, limit: float) -> Depth:
         """Less is made again, or less deep, the dearest per byte first, as far as the limit allows."""

@@ -7,7 +7,7 @@ Bytes are those of one device without a mesh: activations shrink about alike und
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -34,7 +34,7 @@ def nestings(
     buffers: Buffers,
     seconds: Callable[[Node], float],
     room: float = 1.0,
-) -> list[Remade]:
+) -> Iterator[Remade]:
     """Values to make again, from the least change to the least memory.
 
     Args:
@@ -46,15 +46,23 @@ def nestings(
     live = live_bytes(buffers, buffers.bytes_)
     values = _Survey(blocks, graph, buffers, live).values(kept, seconds)
     if not values:
-        return []
+        return
     depths, peak = Depths(values, live), float(live.max())
-    first, least = room * _NEAR * peak, depths.least
-    limits = [first, *(least + share * (peak - least) for share in _SHARES)]
     most = max(_FREE, _GROWTH * sum(1 for _ in walk(graph)))
-    answers = [depths.within(limit) for limit in limits if least <= limit <= first and limit < peak * (1 - _GAIN)]
-    answers = [depth for depth in answers if depth and depths.nodes(depth) <= most]
-    answers.append(_leanest(depths, peak, most))
-    return list(dict.fromkeys(frozenset(depth.items()) for depth in answers if depth))
+    found: set[Remade] = set()
+    for depth in _answers(depths, peak, room * _NEAR * peak, most):
+        answer = frozenset((depth or {}).items())
+        if answer and answer not in found and depths.nodes(dict(answer)) <= most:
+            found.add(answer)
+            yield answer
+
+
+def _answers(depths: Depths, peak: float, room: float, most: int) -> Iterator[Depth | None]:
+    least = depths.least
+    for limit in (room, *(least + share * (peak - least) for share in _SHARES)):
+        if least <= limit <= room and limit < peak * (1 - _GAIN):
+            yield depths.within(limit)
+    yield _leanest(depths, peak, most)
 
 
 def _leanest(depths: Depths, peak: float, most: int) -> Depth | None:
@@ -65,7 +73,7 @@ def _leanest(depths: Depths, peak: float, most: int) -> Depth | None:
     low, high, best = depths.least, peak, None
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        depth = depths.within(middle)
+        depth = depths.at_most(middle)
         if depth is None or depths.nodes(depth) > most:
             low = middle
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -154,15 +154,15 @@ class Remat:
         chosen = [x for x, there in zip(large, before, strict=False) if there < wanted]
         return frozenset((*chosen, *(self.movable[x] for x in chosen)))
 
-    def nested(self, level: Level, room: float = 1.0) -> list[Level]:
+    def nested(self, level: Level, room: float = 1.0) -> Iterator[Level]:
         """Levels that keep what ``level`` does, and make some of what lies between blocks again too: ever less memory.
 
         ``room``: the share of the memory of ``level`` that there is.
         """
         kept = {b: keep for b, keep in enumerate(level.kept) if keep is not None}
         before = self.variant(level.kept)
-        sets = nestings(self.blocks, kept, before.rewritten.graph, before.buffers, self.again_seconds, room)
-        return [Level(level.threshold, level.kept, frozenset(), remade) for remade in sets]
+        for remade in nestings(self.blocks, kept, before.rewritten.graph, before.buffers, self.again_seconds, room):
+            yield Level(level.threshold, level.kept, frozenset(), remade)
 
     def _dearest(self, level: Level) -> list[int]:
         """What a level keeps, large arrays only, what costs most to make again first; of loops what their recomputation starts from too."""

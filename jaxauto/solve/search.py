@@ -190,15 +190,15 @@ class Search:
         levels += away
         yield from away
         for level in self.nested(levels, room()) if not fitting else ():
-            if not fitting:  # what makes more again takes longer
-                levels.append(level)
-                yield level
+            levels.append(level)
+            yield level
+            if fitting:  # what makes more again takes longer
+                return
 
-    def nested(self, levels: Sequence[Level], room: float = 1.0) -> list[Level]:
+    def nested(self, levels: Sequence[Level], room: float = 1.0) -> Iterator[Level]:
         """With what the leanest of ``levels`` keeps, those that make again what lies between blocks; none without a choice or time."""
-        if len(levels) < 2 or self.out_of_time():
-            return []
-        return self.remat.nested(max((level for level in levels if not level.offloaded), key=lambda level: level.threshold), room)
+        if len(levels) > 1 and not self.out_of_time():
+            yield from self.remat.nested(max((level for level in levels if not level.offloaded), key=lambda level: level.threshold), room)
 
     def away(self, levels: Sequence[Level], best: float = math.inf) -> list[Level]:
         """``levels`` with state in the host's memory; none where the least that can cross the link takes longer than ``best`` allows."""
