@@ -206,7 +206,7 @@ class Clusters:
             if made is None or (x, outside) in seen:
                 continue
             seen.add((x, outside))
-            outside = outside or made.prim in _WALLS or self.rules[made.id].kind in _APART
+            outside = outside or made.prim in _WALLS or made.id not in self.rules or self.rules[made.id].kind in _APART
             waiting += [(operand, outside) for operand in made.inputs]
         return False
 
