@@ -314,18 +314,18 @@ class Answer:
             yield "all-gather", local, under
         if scattered:
             yield "reduce-scatter" if self.model.mesh.scatters else "all-reduce", local, scattered
-        local /= self.count([*scattered, *under])
+        local /= self.count([*scattered, *(a for a in under if there[a] != WHOLE)])
         local /= self.count(a for a in axes if a not in partial and here[a] == WHOLE and there[a] != WHOLE)
         summed = [a for a in axes if a in partial and there[a] == WHOLE]
         if summed:
             yield "all-reduce", local, summed
-        exchanged = [a for a in axes if WHOLE not in (here[a], there[a]) and here[a] != there[a]]
+        exchanged = [a for a in axes if WHOLE not in (here[a], there[a]) and here[a] != there[a] and a not in under]
         if exchanged:
             yield "all-to-all", local * self.count(exchanged), exchanged
         turned = sorted({a for pair in self.turned(here, there) if pair[0] not in partial for a in pair})
         if turned:
             yield "collective-permute", local * self.count(turned), turned
-        gathers = [a for a in axes if here[a] != WHOLE and there[a] == WHOLE]
+        gathers = [a for a in axes if here[a] != WHOLE and there[a] == WHOLE and a not in under]
         together = self.model.mesh.sums_whole and self.over_all(gathers)
         for gathered in [gathers] if together else [[a for a in gathers if here[a] == d] for d in range(max(here) + 1)]:
             if gathered:
@@ -333,8 +333,8 @@ class Answer:
                 yield "all-gather", local, gathered
 
     def under(self, scattered: Sequence[int], here: Where, there: Where) -> list[int]:
-        """Axes that stay on the minor side of one that joins their dimension as a sum is scattered over it."""
-        return [b for b in range(len(here)) if any(a < b and there[a] == there[b] == here[b] for a in scattered)]
+        """Axes on the minor side of one that joins their dimension as a sum is scattered over it."""
+        return [b for b in range(len(here)) if any(a < b and there[a] == here[b] for a in scattered)]
 
     def turned(self, here: Where, there: Where) -> Iterator[tuple[int, int]]:
         """(axis that comes or goes, minor axis that stays) on one dimension: its pieces change places."""
