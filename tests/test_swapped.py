@@ -121,8 +121,15 @@ def test_what_could_be_exchanged_and_was_not_is_told_its_layout(fun):
         assert text.count("layout_constraint") == len(found) * (platform == "tpu" and devices > 1 and decisions is whole)
 
 
-@pytest.mark.parametrize(("dim", "told"), [(0, False), (1, True)])
-def test_a_gradient_that_is_gathered_along_another_dimension_than_the_first_is_told_its_layout(dim, told):
+@pytest.mark.parametrize(
+    ("here", "there", "told"),
+    [
+        ((("data",), ()), ((), ()), False),
+        (((), ("data",)), ((), ()), True),
+        (((), ("data",)), (("data",), ()), False),  # exchanged, not gathered
+    ],
+)
+def test_a_gradient_that_is_gathered_along_another_dimension_than_the_first_is_told_its_layout(here, there, told):
     """On several TPUs: XLA lays it out by the dimension that it gathers, and the update with it."""
 
     def step(table, rows, cotangent):
@@ -131,9 +138,21 @@ def test_a_gradient_that_is_gathered_along_another_dimension_than_the_first_is_t
     args = (jnp.ones((8, 6)), jnp.arange(4), jnp.ones((4, 6)))
     graph = build(jax.make_jaxpr(step)(*args))
     (gradient,) = [x for node in graph.nodes if node.prim == "scatter-add" and node.backward for x in node.outputs]
-    split = tuple(("data",) if d == dim else () for d in range(2))
-    decisions = Decisions({gradient: ((), ())}, made={gradient: split})
+    decisions = Decisions({gradient: there}, made={gradient: here})
     for platform, devices in [("tpu", 2), ("tpu", 1), ("gpu", 2)]:
         mesh = jax.sharding.AbstractMesh((devices,), ("data",))
         text = str(jax.make_jaxpr(apply(graph, decisions, mesh, platform))(*args))
         assert text.count("layout_constraint") == (told and platform == "tpu" and devices > 1)
+
+
+def test_what_the_backward_pass_reads_on_is_not_told_its_layout():
+    def step(weight, x):
+        return jax.grad(lambda w: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w)))(weight)
+
+    args = (jnp.ones((8, 8)), jnp.ones((4, 8)))
+    graph = build(jax.make_jaxpr(step)(*args))
+    dots = [node for node in graph.nodes if node.prim == "dot_general" and node.backward]
+    (cotangent,) = [x for node in dots for x in node.outputs if graph.values[x].shape == (4, 8)]
+    decisions = Decisions({cotangent: ((), ())}, made={cotangent: ((), ("data",))})
+    mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    assert "layout_constraint" not in str(jax.make_jaxpr(apply(graph, decisions, mesh, "tpu"))(*args))

@@ -103,13 +103,20 @@ def _told_their_layout(rewritten: Rewritten, decisions: Decisions) -> set[int]:
     """
     origin, told = rewritten.origin, turned(rewritten.graph)
     whole = {x for x, dot in told.items() if not any(decisions.values.get(origin.get(dot, dot), ()))}
-    straight = (x for node in rewritten.graph.nodes if node.backward for x in node.outputs)
-    return whole | {x for x in straight if _gathers_inside(decisions.made.get(x, ()), decisions.values.get(x, ()))}
+    gradients = (x for node in rewritten.graph.nodes if node.backward for x in node.outputs if _leaves_backward(rewritten.graph, x))
+    return whole | {x for x in gradients if _gathers_inside(decisions.made.get(x, ()), decisions.values.get(x, ()))}
+
+
+def _leaves_backward(graph: Graph, number: int) -> bool:
+    """Whether nothing of the backward pass computes with a value: the optimizer has it, retyped at most."""
+    users = graph.values[number].users
+    return all(not u.backward or (u.prim == "convert_element_type" and _leaves_backward(graph, u.outputs[0])) for u in users)
 
 
 def _gathers_inside(here: Sharding, there: Sharding) -> bool:
     """Whether an array is gathered along a dimension that is not its first."""
-    return any(set(before) - set(after) for before, after in list(zip(here, there, strict=False))[1:])
+    kept = {axis for axes in there for axis in axes}
+    return any(set(axes) - kept for axes in here[1:]) and len(here) == len(there)
 
 
 def after_last(arrays: list, awaited: Sequence = ()) -> list:

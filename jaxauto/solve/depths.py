@@ -216,7 +216,7 @@ class _Programme:
             return None
         count = len(self.depths.values)
         self.cost = np.full((count + 1, count + 1, _UNITS + 1), math.inf, np.float32)
-        self.after = self.cost.copy()  # [k, j, u]: with k stored on top of u
+        self.after = np.empty_like(self.cost)  # [k, j, u]: with k stored on top of u
         self.choice = np.zeros(self.cost.shape, np.int16)
         for size in range(count + 1):
             for i in range(count + 1 - size):
@@ -236,8 +236,13 @@ class _Programme:
             found = np.where(self._fits(depths.begin[j] + depths.rise[i, ks]), found, math.inf)
             self.choice[i, j] = found.argmin(0) + i + 1
             self.cost[i, j] = found.min(0)
-        here = self.stored[i]
-        self.after[i, j, : max(_UNITS + 1 - here, 0)] = self.cost[i, j, here:]
+        self.after[i, j] = self._on_top(self.cost[i, j], i)
+
+    def _on_top(self, cost: np.ndarray, k: int) -> np.ndarray:
+        """[u]: a cost by what is stored, where value k is stored on top of u."""
+        found, here = np.full_like(cost, math.inf), self.stored[k]
+        found[: max(_UNITS + 1 - here, 0)] = cost[here:]
+        return found
 
     def _forward(self) -> tuple[np.ndarray, np.ndarray]:
         """[i, u]: the cost where i is the last that the forward pass has left so far, and what it leaves next; 0: nothing."""
@@ -246,10 +251,8 @@ class _Programme:
         following = np.zeros(whole.shape, int)
         for i in range(count - 1, -1, -1):
             for k in range(i + 1, count + 1):
-                here = self.stored[k]
-                then = np.full(_UNITS + 1, math.inf)
-                then[: max(_UNITS + 1 - here, 0)] = whole[k, here:]
-                found = np.where(self._fits(depths.passing[i, k]), then + self.cost[i, k - 1], math.inf)
+                found = self._on_top(whole[k], k) + self.cost[i, k - 1]
+                found = np.where(self._fits(depths.passing[i, k]), found, math.inf)
                 following[i] = np.where(found < whole[i], k, following[i])
                 whole[i] = np.minimum(found, whole[i])
         return whole, following

@@ -82,7 +82,7 @@ def test_no_choice_takes_less_memory(make):
     depths = itertools.product(range(len(values) + 1), repeat=len(values))
     every = [frozenset((v.number, d) for v, d in zip(values, depth, strict=True) if d) for depth in depths]
     least = min(peak(remat, level, remade) for remade in every)
-    found = [peak(remat, other, other.remade) for other in [*remat.nested(level)]]
+    found = [peak(remat, other, other.remade) for other in remat.nested(level)]
     assert found == sorted(found, reverse=True)
     assert found[-1] < 0.95 * peak(remat, level)
     assert found[-1] <= 1.02 * least
@@ -100,18 +100,19 @@ def test_memory_is_as_told(make, target):
         assert peak(remat, other, other.remade) == pytest.approx(told.max(), rel=0.02)
 
 
-@pytest.mark.parametrize("make", [chain, recurrent])
-def test_a_plan_with_less_than_blocks_alone_need(make, tmp_path):
+@pytest.mark.parametrize(("make", "deep"), [(chain, True), (recurrent, False)])
+def test_a_plan_with_less_than_blocks_alone_need(make, deep, tmp_path):
     step, args = make()
     target = "cpu:1"
     with pytest.raises(jaxauto.InfeasibleError) as error:
         jaxauto.plan(step, *args, target=target, mesh={"data": 1}, memory_budget=1e3, certify=False, progress=False)
     least = error.value.least_bytes
     plan = jaxauto.plan(step, *args, target=target, mesh={"data": 1}, memory_budget=1.001 * least, certify=False, progress=False)
-    assert plan.decisions.remade
+    remade = plan.decisions.remade
+    assert (max(depth for _, depth in remade) > 1) == deep
     plan.save(tmp_path / "plan.json")
     plan = jaxauto.Plan.load(tmp_path / "plan.json", step, *args)
-    assert plan.decisions.remade
+    assert plan.decisions.remade == remade
     for want, got in zip(jax.tree.leaves(jax.jit(step)(*args)), jax.tree.leaves(plan.jit()(*args)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
