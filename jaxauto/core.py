@@ -165,6 +165,7 @@ class LinkKind(enum.Enum):
     FINAL = "final"  # inner carry output -> outer result
     XS = "xs"  # outer operand, one leading dimension more -> inner input
     YS = "ys"  # inner output -> outer result, one leading dimension more
+    OVER = "over"  # outer operand -> outer result: a stack of more slices than there are trips, of which those of the trips are written anew
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,23 @@ class Link:
     kind: LinkKind
     source: int
     target: int
+
+
+@dataclass(frozen=True)
+class Window:
+    """Which part of its stacks a scan goes over, where they have more slices than it has trips.
+
+    Attributes:
+      whole: slices of these stacks. Other operands and results that are stacked have one for each trip.
+      first: the slice of trip 0, counted from the first one of the trip of the scan around it.
+      each: slices for each trip: of a scan over segments, the trips of the scans in its body.
+      over: how many of its last results are stacks of ``whole`` slices; as many of its last operands are what is written over.
+    """
+
+    whole: int
+    first: int
+    each: int = 1
+    over: int = 0
 
 
 @dataclass(eq=False)
@@ -195,6 +213,7 @@ class Node:
     num_consts: int = 0  # scan: its inputs are consts, carries, xs; its outputs carries, ys
     num_carry: int = 0
     reverse: bool = False
+    window: Window | None = None  # scan: over a part of its stacks
 
     @property
     def params(self) -> dict:
@@ -312,6 +331,22 @@ class MeshAxes:
 
 
 @dataclass(frozen=True)
+class Split:
+    """A scan whose trips are not all alike for the backward pass. Values are those of its body as written.
+
+    Attributes:
+      tail: so many trips, the last of the forward pass, keep ``kept``; the others keep what their block does.
+      segment: the others are run again that many together, and what they keep is there while that segment goes backward; between the passes
+        are the carries that segments begin with. 1: each trip by itself. Divides the number of the others.
+      kept: None: as written.
+    """
+
+    tail: int
+    segment: int = 1
+    kept: frozenset[int] | None = None
+
+
+@dataclass(frozen=True)
 class Decisions:
     """What a plan does to a graph, in ids of the graph as written (they follow program order, so the same step has the same ids).
 
@@ -325,6 +360,7 @@ class Decisions:
         put them off and keep what they read.
       offloaded: values that are in the host's memory between the passes; arguments and results that are there between steps.
       remade: values between blocks that are made again for the backward pass, and the depth of each, see ``reruns.py``.
+      splits: block → how the trips of its scan differ in what they keep.
       in_order: gradients, those summed over devices too, that loops and recomputations of the backward pass wait for
         where the compiler is held to the order of the program (``rewrite/order.py``): all on GPU; on TPU those summed over
         devices that are much smaller than what is read for them. None where it is not.
@@ -338,4 +374,5 @@ class Decisions:
     made: Mapping[int, Sharding] = field(default_factory=dict)
     offloaded: frozenset[int] = frozenset()
     remade: frozenset[tuple[int, int]] = frozenset()
+    splits: Mapping[int, Split] = field(default_factory=dict)
     in_order: frozenset[int] | None = None

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
 from jaxauto import compat
 from jaxauto.core import Graph, Link, LinkKind, Literal, Node, Value
 from jaxauto.one_hot import as_comparison
@@ -200,6 +202,18 @@ class ConvertEqn:
         self.invars, self.outvars = [_Aval(aval)], [_Aval(converted)]
 
 
+class FillEqn:
+    """Stands where a ``broadcast_in_dim`` of zero to an aval would; ``eqn`` lends its source line."""
+
+    def __init__(self, eqn, aval):
+        self.primitive = _Named("broadcast_in_dim")
+        self.zero = Literal(0, jax.core.ShapedArray((), aval.dtype))
+        self.params: dict = {"shape": tuple(aval.shape), "broadcast_dimensions": (), "sharding": None}
+        self.source_info = eqn.source_info
+        self.effects = frozenset()
+        self.invars, self.outvars = [_Aval(self.zero.aval)], [_Aval(aval)]
+
+
 class _Named:
     def __init__(self, name: str):
         self.name = name
@@ -233,14 +247,15 @@ def scan_links(node: Node) -> tuple[Link, ...]:
     """How the operands and results of a scan node are bound to its body; to be renewed when a rewrite changes either."""
     (body,) = node.bodies
     first, num_carry = node.num_consts, node.num_carry
-    last = first + num_carry
+    last, over = first + num_carry, node.window.over if node.window else 0
     return tuple(
         _links(LinkKind.CONST, node.inputs[:first], body.inputs[:first])
         + _links(LinkKind.INIT, node.inputs[first:last], body.inputs[first:last])
-        + _links(LinkKind.XS, node.inputs[last:], body.inputs[last:])
+        + _links(LinkKind.XS, node.inputs[last : len(body.inputs)], body.inputs[last:])
         + _links(LinkKind.CARRY, body.outputs[:num_carry], body.inputs[first:last])
         + _links(LinkKind.FINAL, body.outputs[:num_carry], node.outputs[:num_carry])
         + _links(LinkKind.YS, body.outputs[num_carry:], node.outputs[num_carry:])
+        + (_links(LinkKind.OVER, node.inputs[-over:], node.outputs[-over:]) if over else [])
     )
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxauto import compat
-from jaxauto.core import Graph, Literal, Node
-from jaxauto.graph import TransferEqn
+from jaxauto.core import Graph, Literal, Node, Window
+from jaxauto.graph import FillEqn, TransferEqn
 
 
 class Pins:
@@ -34,15 +36,14 @@ def evaluator(graph: Graph, pins: Pins | None = None) -> Callable:
     pin = pins or Pins()
 
     def run(*arrays):
-        return evaluate(graph, arrays, {}, pin)
+        return evaluate(graph, arrays, pin)
 
     return run
 
 
-def evaluate(graph: Graph, arrays, outer: Mapping[int, Any], pin: Pins) -> list:
-    """Evaluate ``graph`` on ``arrays``; ``outer`` holds the values of enclosing graphs."""
-    env: dict[int, Any] = dict(outer)
-    env.update(graph.consts)
+def evaluate(graph: Graph, arrays, pin: Pins, first: Any = 0) -> list:
+    """Evaluate ``graph`` on ``arrays``; ``first``: where the trip that it is the body of begins in stacks of a scan in a scan (``Window``)."""
+    env: dict[int, Any] = dict(graph.consts)
     for number, array in zip(graph.inputs, arrays, strict=True):
         env[number] = pin.value(number, array)
     for node in graph.nodes:
@@ -51,7 +52,7 @@ def evaluate(graph: Graph, arrays, outer: Mapping[int, Any], pin: Pins) -> list:
             x if isinstance(a, Literal) else pin.operand(node, k, x, operands)
             for k, (a, x) in enumerate(zip(node.inputs, operands, strict=True))
         ]
-        results = _EVALUATE.get(node.prim, _equation)(node, operands, pin)
+        results = _EVALUATE.get(node.prim, _equation)(node, operands, pin, first)
         for number, result in zip(node.outputs, results, strict=True):
             env[number] = pin.value(number, result)
     return [_read(env, x) for x in graph.outputs]
@@ -61,24 +62,40 @@ def _read(env, x):
     return x.value if isinstance(x, Literal) else env[x]
 
 
-def _equation(node: Node, operands: list, _: Pins) -> list:
+def _equation(node: Node, operands: list, _: Pins, __: Any) -> list:
     return compat.bind(node.eqn, operands, node.scope)
 
 
-def _scan(node: Node, operands: list, pin: Pins) -> list:
+def _scan(node: Node, operands: list, pin: Pins, first: Any) -> list:
     """Rebuilt with the public lax.scan: the parameters of the primitive differ between versions."""
     (body,) = node.bodies
-    first, last = node.num_consts, node.num_consts + node.num_carry
-    consts, init, xs = operands[:first], operands[first:last], operands[last:]
+    consts, init, xs, stacks = _cut(operands, node.num_consts, node.num_carry, len(body.inputs) - node.num_consts - node.num_carry)
+    window = node.window or Window(node.trips, 0)
+    start, whole = first + window.first, [node.window is not None and x.shape[0] == window.whole for x in xs]
 
     def step(carry, x):
-        results = evaluate(body, [*consts, *carry, *x], {}, pin)
-        return results[: node.num_carry], results[node.num_carry :]
+        (carry, stacks), (trip, slices) = carry, x
+        at = start + trip * window.each if node.window else 0
+        cut = iter(slices)
+        read = [lax.dynamic_index_in_dim(x, at, keepdims=False) if all_of_it else next(cut) for x, all_of_it in zip(xs, whole, strict=True)]
+        results = evaluate(body, [*consts, *carry, *read], pin, at)
+        carry, ys, over = _cut(results, node.num_carry, len(results) - node.num_carry - len(stacks))
+        stacks = [lax.dynamic_update_index_in_dim(stack, y, at, 0) for stack, y in zip(stacks, over, strict=True)]
+        return (carry, stacks), ys
 
-    init = [pin.value(number, _as(body, number, array)) for number, array in zip(body.inputs[first:last], init, strict=True)]
+    carries = body.inputs[node.num_consts : node.num_consts + node.num_carry]
+    init = [pin.value(number, _as(body, number, array)) for number, array in zip(carries, init, strict=True)]
+    given = (lax.iota("int32", node.trips) if node.window else None, [x for x, all_of_it in zip(xs, whole, strict=True) if not all_of_it])
+    unroll = node.params.get("unroll", 1) if node.window is None else 1
     with compat.source_of(node.eqn, node.scope):
-        carry, ys = lax.scan(step, init, xs, length=node.trips, reverse=node.reverse, unroll=node.params.get("unroll", 1))
-    return [*carry, *ys]
+        (carry, stacks), ys = lax.scan(step, (init, stacks), given, length=node.trips, reverse=node.reverse, unroll=unroll)
+    return [*carry, *ys, *stacks]
+
+
+def _cut(arrays: list, *lengths: int) -> list[list]:
+    """``arrays`` in pieces of these lengths, and the rest."""
+    ends = list(itertools.accumulate(lengths, initial=0))
+    return [*(arrays[a:b] for a, b in itertools.pairwise(ends)), arrays[ends[-1] :]]
 
 
 def _as(graph: Graph, number: int, array):
@@ -89,39 +106,53 @@ def _as(graph: Graph, number: int, array):
     return lax.convert_element_type(array, aval.dtype)
 
 
-def _while(node: Node, operands: list, pin: Pins) -> list:
+def _while(node: Node, operands: list, pin: Pins, _: Any) -> list:
     cond, body = node.bodies
     nc, nb = node.params["cond_nconsts"], node.params["body_nconsts"]
     cond_consts, body_consts, init = operands[:nc], operands[nc : nc + nb], operands[nc + nb :]
     init = [pin.value(number, _as(body, number, array)) for number, array in zip(body.inputs[nb:], init, strict=True)]
     with compat.source_of(node.eqn, node.scope):
         return lax.while_loop(
-            lambda carry: evaluate(cond, [*cond_consts, *carry], {}, pin)[0],
-            lambda carry: evaluate(body, [*body_consts, *carry], {}, pin),
+            lambda carry: evaluate(cond, [*cond_consts, *carry], pin)[0],
+            lambda carry: evaluate(body, [*body_consts, *carry], pin),
             init,
         )
 
 
-def _cond(node: Node, operands: list, pin: Pins) -> list:
+def _cond(node: Node, operands: list, pin: Pins, _: Any) -> list:
     index, *rest = operands
-    branches = [lambda *args, branch=branch: evaluate(branch, args, {}, pin) for branch in node.bodies]
+    branches = [lambda *args, branch=branch: evaluate(branch, args, pin) for branch in node.bodies]
     with compat.source_of(node.eqn, node.scope):
         return list(lax.switch(index, branches, *rest))
 
 
-def _barrier(node: Node, operands: list, pin: Pins) -> list:
+def _barrier(node: Node, operands: list, pin: Pins, _: Any) -> list:
     with compat.source_of(node.eqn, node.scope):
         return pin.barrier(operands)
 
 
-def _transfer(node: Node, operands: list, pin: Pins) -> list:
+def _transfer(node: Node, operands: list, pin: Pins, first: Any) -> list:
     if not isinstance(node.eqn, TransferEqn):
-        return _equation(node, operands, pin)
+        return _equation(node, operands, pin, first)
     with compat.source_of(node.eqn, node.scope):
         return [compat.transferred(operands[0], node.params["space"])]
 
 
-_EVALUATE: dict[str, Callable] = {"optimization_barrier": _barrier, "device_put": _transfer, "scan": _scan, "while": _while, "cond": _cond}
+def _broadcast(node: Node, operands: list, pin: Pins, first: Any) -> list:
+    if not isinstance(node.eqn, FillEqn):
+        return _equation(node, operands, pin, first)
+    with compat.source_of(node.eqn, node.scope):
+        return [jnp.zeros(node.params["shape"], node.eqn.zero.aval.dtype)]
+
+
+_EVALUATE: dict[str, Callable] = {
+    "optimization_barrier": _barrier,
+    "broadcast_in_dim": _broadcast,
+    "device_put": _transfer,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}
 
 
 def jaxpr_of(graph: Graph) -> Any:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxauto.core import Graph, Literal, Node, Value
 from jaxauto.flow import is_spread
-from jaxauto.graph import BarrierEqn, scan_links
+from jaxauto.graph import BarrierEqn, FillEqn, scan_links
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,13 @@ class Program:
         barrier.eqn = BarrierEqn(barrier.eqn, [self.values[n].aval for n in barrier.outputs])
         return names
 
-    def again(self, nodes: Iterable[Node], names: dict[int, int]) -> list[Node]:
-        """Copies of ``nodes`` that read ``names``; what they make is added to it."""
-        return [self._again(node, names) for node in nodes]
+    def again(self, nodes: Iterable[Node], names: dict[int, int], *, backward: bool = True) -> list[Node]:
+        """Copies of ``nodes`` that read ``names``; what they make is added to it. ``backward``: all are of the backward pass."""
+        return [self._again(node, names, backward=backward) for node in nodes]
 
-    def _again(self, node: Node, names: dict[int, int]) -> Node:
+    def _again(self, node: Node, names: dict[int, int], *, backward: bool) -> Node:
         inputs = renamed(node.inputs, names)
-        bodies = tuple(self._body_again(b) for b in node.bodies)
+        bodies = tuple(self.body_again(b, backward=backward)[0] for b in node.bodies)
         for out in node.outputs:
             names[out] = self.fresh(out)
         outputs = tuple(names[out] for out in node.outputs)
@@ -112,13 +112,21 @@ class Program:
             for old, new in zip(node.bodies, bodies, strict=True):
                 inner.update(zip(_all_ids(old), _all_ids(new), strict=True))
             links = tuple(replace(k, source=inner.get(k.source, k.source), target=inner.get(k.target, k.target)) for k in links)
-        return replace(node, id=self.new_id(), inputs=inputs, outputs=outputs, bodies=bodies, links=links, backward=True)
+        backward = backward or node.backward
+        return replace(node, id=self.new_id(), inputs=inputs, outputs=outputs, bodies=bodies, links=links, backward=backward)
 
-    def _body_again(self, graph: Graph) -> Graph:
+    def body_again(self, graph: Graph, *, backward: bool = True) -> tuple[Graph, dict[int, int]]:
+        """A copy of a body, and its names of the values in it."""
         names = {n: self.fresh(n) for n in (*graph.inputs, *graph.consts)}
-        nodes = self.again(graph.nodes, names)
+        nodes = self.again(graph.nodes, names, backward=backward)
         consts = {names[n]: array for n, array in graph.consts.items()}
-        return Graph(tuple(names[n] for n in graph.inputs), renamed(graph.outputs, names), nodes, self.values, consts)
+        return Graph(tuple(names[n] for n in graph.inputs), renamed(graph.outputs, names), nodes, self.values, consts), names
+
+    def zeros(self, like: int, near: Node, *, backward: bool) -> Node:
+        """A node that makes an array of zeros like an old one."""
+        eqn = FillEqn(near.eqn, self.values[like].aval)
+        outputs = (self.fresh(like),)
+        return Node(self.new_id(), eqn, "broadcast_in_dim", (eqn.zero,), outputs, near.scope, near.source, backward=backward)
 
     def new_id(self) -> int:
         self.next_node += 1

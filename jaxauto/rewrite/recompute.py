@@ -19,14 +19,19 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from jaxauto.blocks import Block, closure, find_blocks, phases
-from jaxauto.core import Graph, Literal, Node
+from jaxauto.core import Graph, Literal, Node, Split
 from jaxauto.flow import is_spread
 from jaxauto.reruns import Rerun, find_reruns
 from jaxauto.rewrite.program import Program, Rewritten, cotangent_at, read_as, readers_of, renamed, ripeness
+from jaxauto.rewrite.split import Part, check_split, split_pair
 
 
 def recompute(
-    graph: Graph, kept: Mapping[int, frozenset[int]], remade: Collection[tuple[int, int]] = (), blocks: tuple[Block, ...] | None = None
+    graph: Graph,
+    kept: Mapping[int, frozenset[int]],
+    remade: Collection[tuple[int, int]] = (),
+    blocks: tuple[Block, ...] | None = None,
+    splits: Mapping[int, Split] | None = None,
 ) -> Rewritten:
     """A graph with the same results that keeps only ``kept`` of each block for the backward pass.
 
@@ -36,17 +41,23 @@ def recompute(
         not named stay as written.
       remade: values between blocks that are made again as well, and how deep, see ``reruns.find_reruns``.
       blocks: ``find_blocks(graph)``, if it is known.
+      splits: blocks whose scans are split, see ``rewrite/split.py``; ``kept`` is for the head of each.
 
     Raises:
-      ValueError: no such block, or a value that its block does not make.
+      ValueError: no such block, a value that its block does not make, or a split that there cannot be.
     """
     blocks = find_blocks(graph) if blocks is None else blocks
     program = Program(graph)
     straight: dict[int, _Straight] = {}
-    for number in sorted(kept):
-        block = _checked(blocks, number, kept[number])
-        if block.scan:
-            _rewrite_pair(program, block, kept[number])
+    splits = splits or {}
+    for number in sorted({*kept, *splits}):
+        block = _checked(blocks, number, kept.get(number, ()))
+        if number in splits:
+            check_split(blocks, number, splits[number])
+            for part in split_pair(program, block, splits[number], kept.get(number)):
+                _rewrite_pair(program, block, part)
+        elif block.scan:
+            _rewrite_pair(program, block, Part(*(program.nodes[n.id] for n in block.scan), kept[number]))
         else:
             straight.setdefault(id(block.graph), _Straight(block.graph, [], [])).blocks.append((block, kept[number]))
     for rerun in find_reruns(blocks, kept, remade):
@@ -178,34 +189,37 @@ def _stacking(scan: Node, stacks: Collection) -> Node:
 # ------------------------------------------------------------------------------------------------------------ scan pairs
 
 
-def _rewrite_pair(program: Program, block: Block, kept: frozenset[int]) -> None:
-    nodes, reads = closure(block, kept)
-    made = {out for node in nodes for out in node.outputs}
-    dropped = {v for v in block.residuals if v not in kept and v in made}
-    if not dropped or block.scan is None:
+def _rewrite_pair(program: Program, block: Block, part: Part) -> None:
+    if part.kept is None:
         return
-    forward, backward = (program.nodes[n.id] for n in block.scan)
-    pair = _Pair(program, forward, backward)
+    nodes, reads = closure(block, part.kept)
+    made = {out for node in nodes for out in node.outputs}
+    dropped = {v for v in block.residuals if v not in part.kept and v in made}
+    if not dropped:
+        return
+    pair = _Pair(program, part)
     passed = {value: pair.inside(value) for value in reads}
     replaced = pair.drop(dropped)
     pair.finish(nodes, passed, replaced)
 
 
 class _Pair:
-    """A forward scan and its backward scan, taken apart into consts, carries, xs and ys."""
+    """A forward scan and its backward scan, taken apart into consts, carries, xs, ys, and of a part of a scan what it writes over."""
 
-    def __init__(self, program: Program, forward: Node, backward: Node):
-        self.program, self.forward, self.backward = program, forward, backward
-        (self.fbody,), (self.bbody,) = forward.bodies, backward.bodies
-        self.made_ys = dict(zip(forward.outputs[forward.num_carry :], self.fbody.outputs[forward.num_carry :], strict=True))
-        first, last = backward.num_consts, backward.num_consts + backward.num_carry
-        self.consts = list(zip(backward.inputs[:first], self.bbody.inputs[:first], strict=True))
-        self.carries = list(zip(backward.inputs[first:last], self.bbody.inputs[first:last], strict=True))
-        self.xs = list(zip(backward.inputs[last:], self.bbody.inputs[last:], strict=True))
+    def __init__(self, program: Program, part: Part):
+        self.program, self.forward, self.backward, self.part = program, part.forward, part.backward, part
+        (self.fbody,), (self.bbody,) = self.forward.bodies, self.backward.bodies
+        ys = list(zip(self.forward.outputs, self.fbody.outputs, strict=True))
+        over = len(ys) - (self.forward.window.over if self.forward.window else 0)
+        self.made_ys, self.written = dict(ys[self.forward.num_carry : over]), ys[over:]
+        first, last = self.backward.num_consts, self.backward.num_consts + self.backward.num_carry
+        operands = list(zip(self.backward.inputs, self.bbody.inputs, strict=False))
+        self.consts, self.carries, self.xs = operands[:first], operands[first:last], operands[last:]
+        self.over = self.backward.inputs[len(operands) :]
 
     def inside(self, value: int) -> int:
-        """Bring a value of the forward body into the backward body; its id there."""
-        body, forward = self.fbody, self.forward
+        """Bring a value of the forward body as written into the backward body; its id there."""
+        body, forward, value = self.fbody, self.forward, self.part.names.get(value, value)
         if value in body.consts:
             inner = self.program.fresh(value)
             self.bbody.consts[inner] = body.consts[value]
@@ -215,7 +229,7 @@ class _Pair:
             return self._operand(self.consts, forward.inputs[place], value)
         if place is not None and place >= forward.num_consts + forward.num_carry:
             return self._operand(self.xs, forward.inputs[place], value)
-        stacked = [y for y, inner in self.made_ys.items() if inner == value]
+        stacked = [self.part.stacks[value]] if value in self.part.stacks else [y for y, inner in self.made_ys.items() if inner == value]
         eaten = [y for y in stacked if any(y == outer for outer, _ in self.xs)]
         if not stacked:
             stacked = [self.program.fresh(value, stacked=forward.trips)]
@@ -231,8 +245,9 @@ class _Pair:
         return inner
 
     def drop(self, dropped: set[int]) -> dict[int, int]:
-        """Stop stacking ``dropped``; the inputs of the backward body that are no more → the forward value that each was."""
-        gone = {y: v for y, v in self.made_ys.items() if isinstance(v, int) and v in dropped}
+        """Stop stacking ``dropped``; the inputs of the backward body that are no more → the forward value as written that each was."""
+        written = {self.part.names.get(v, v): v for v in dropped}
+        gone = {y: written[v] for y, v in self.made_ys.items() if isinstance(v, int) and v in written}
         self.made_ys = {y: v for y, v in self.made_ys.items() if y not in gone}
         replaced = {inner: gone[outer] for outer, inner in self.xs if isinstance(outer, int) and outer in gone}
         self.xs = [(outer, inner) for outer, inner in self.xs if inner not in replaced]
@@ -248,8 +263,8 @@ class _Pair:
         self.bbody.outputs = renamed(self.bbody.outputs, names)
         operands = [*self.consts, *self.carries, *self.xs]
         self.bbody.inputs = tuple(inner for _, inner in operands)
-        self.backward.inputs = tuple(outer for outer, _ in operands)
+        self.backward.inputs = (*(outer for outer, _ in operands), *self.over)
         self.backward.num_consts = len(self.consts)
-        carry = self.forward.num_carry
-        self.forward.outputs = (*self.forward.outputs[:carry], *self.made_ys)
-        self.fbody.outputs = (*self.fbody.outputs[:carry], *self.made_ys.values())
+        carry, ys = self.forward.num_carry, [*self.made_ys.items(), *self.written]
+        self.forward.outputs = (*self.forward.outputs[:carry], *(y for y, _ in ys))
+        self.fbody.outputs = (*self.fbody.outputs[:carry], *(inner for _, inner in ys))
