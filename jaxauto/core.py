@@ -165,7 +165,7 @@ class LinkKind(enum.Enum):
     FINAL = "final"  # inner carry output -> outer result
     XS = "xs"  # outer operand, one leading dimension more -> inner input
     YS = "ys"  # inner output -> outer result, one leading dimension more
-    OVER = "over"  # outer operand -> outer result: a stack of more slices than there are trips, of which those of the trips are written anew
+    OVER = "over"  # outer operand -> outer result: a stack of which the trips write some slices, see Window
 
 
 @dataclass(frozen=True)

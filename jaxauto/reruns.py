@@ -97,7 +97,12 @@ def behind(graph: Graph, value: int, gone: Collection[int]) -> tuple[list[Node],
 
 def everything_in(rerun: Rerun) -> list[Node]:
     """Its nodes, and those of their bodies."""
-    return [inner for node in rerun.nodes for inner in (node, *(n for body in node.bodies for n in walk(body)))]
+    return [inner for node in rerun.nodes for inner in with_bodies(node)]
+
+
+def with_bodies(node: Node) -> list[Node]:
+    """A node and those of its bodies."""
+    return [node, *(n for body in node.bodies for n in walk(body))]
 
 
 def _places(blocks: list[Block], wanted: set[int]) -> list[tuple[Graph, int, int]]:

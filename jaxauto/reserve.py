@@ -87,7 +87,7 @@ def between(solved: Any, options: Any, count: int) -> list[Candidate]:
         return []
     old, variant, values = best.model, best.variant, len(solved.remat.graph.values)
     allowed = allowed_states(options.constraints, solved.step.traced, solved.step.groups, old.mesh)
-    known = {c.variant.kept for c in solved.fitting if (c.model.mesh, c.variant.remade) == (old.mesh, variant.remade)} | {variant.kept}
+    known = {c.variant.level for c in solved.fitting if c.model.mesh == old.mesh} | {variant.level}
     if values > QUICK:
         count = min(math.ceil(count / 6), math.ceil(count * QUICK / values))
     return finer(solved.remat, best, lambda v: Model(old.program, v, old.mesh, old.chip, allowed, old.cache), known, count)

@@ -72,7 +72,7 @@ def different(found: Iterable[Candidate], count: float) -> list[Candidate]:
     """The ``count`` fastest that are not alike: that cut or keep something else. Axes that always split together are one axis."""
     chosen: dict[tuple, Candidate] = {}
     for c in sorted(found, key=lambda c: (c.seconds, c.peak_bytes)):
-        key = _cut(c), c.variant.kept, c.variant.offloaded, c.variant.remade
+        key = _cut(c), c.variant.level
         if len(chosen) < count:
             chosen.setdefault(key, c)
     return list(chosen.values())

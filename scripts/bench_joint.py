@@ -62,7 +62,7 @@ def second_stage(search: Search, levels: list[Level], sharding: Candidate, budge
     """Rematerialisation under a fixed sharding: the fastest level that fits, each block then keeping what there is room for."""
     found: list[Candidate] = []
     for number, level in enumerate(levels):
-        model = search.model(search.remat.variant(level.kept, level.offloaded))
+        model = search.model(search.remat.variant(level))
         found.append(search.candidate(model, sharding.x, number))
     fitting = [c for c in found if c.peak_bytes <= budget]
     if not fitting:

@@ -106,7 +106,7 @@ def around(plan, base, count):
     """Answers around ``base``, of which none is known yet."""
     solved = plan._bound().solved
     old = base.model
-    return finer(solved.remat, base, lambda v: Model(old.program, v, old.mesh, old.chip, {}, old.cache), {base.variant.kept}, count)
+    return finer(solved.remat, base, lambda v: Model(old.program, v, old.mesh, old.chip, {}, old.cache), {base.variant.level}, count)
 
 
 def test_the_nearest_come_first(roomy):
@@ -117,9 +117,9 @@ def test_the_nearest_come_first(roomy):
 def test_answers_between_make_again_what_their_base_does(roomy):
     solved = roomy._bound().solved
     model = copy.copy(best(roomy).model)
-    model.variant = solved.remat.variant(model.variant.kept, model.variant.offloaded, frozenset({(0, 1)}))
+    model.variant = solved.remat.variant(dataclasses.replace(model.variant.level, remade=frozenset({(0, 1)})))
     found = around(roomy, dataclasses.replace(best(roomy), model=model), 3)
-    assert len(found) == 3 and {c.variant.remade for c in found} == {frozenset({(0, 1)})}
+    assert len(found) == 3 and {c.variant.level.remade for c in found} == {frozenset({(0, 1)})}
 
 
 def test_where_nothing_may_be_made_again_there_is_nothing_between():

@@ -63,7 +63,7 @@ def test_the_plans_own_answer_is_a_candidate_wherever_it_comes_from():
 def test_what_makes_other_values_again_is_another_candidate():
     best = jaxauto.plan(step, *ARGS, target="cpu:8", certify=False).program.solved.found.best
     model = copy.copy(best.model)
-    model.variant = dataclasses.replace(best.variant, remade=frozenset({(1, 1)}))
+    model.variant = dataclasses.replace(best.variant, level=dataclasses.replace(best.variant.level, remade=frozenset({(1, 1)})))
     other = dataclasses.replace(best, model=model)
     assert tune.different([best, best, other], 4) == [best, other]
 

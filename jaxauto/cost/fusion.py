@@ -344,6 +344,7 @@ class _Fusion:
     def enter(self, node: Node, begin: int) -> None:
         """A loop reads its operands; slices that operations alone read are theirs to charge."""
         charged = {link.source for link in node.links if link.kind is LinkKind.XS and (self.clusters or self.is_operand(link.target))}
+        charged |= {link.source for link in node.links if link.kind is LinkKind.OVER}
         for x in (x for x in node.inputs if isinstance(x, int)):
             self.keep_alive(x, begin) if x in charged else self.read(x, begin)
             if self.clusters:
@@ -405,13 +406,14 @@ class _Fusion:
             self.kernels.leave(node.links)
         self.clock += 1
         self.position[node.id] = self.clock
-        gone = {link.source for link in node.links if link.kind is LinkKind.INIT or link.target in turned}
+        gone = {link.source for link in node.links if link.kind in (LinkKind.INIT, LinkKind.OVER) or link.target in turned}
+        over = {link.target for link in node.links if link.kind is LinkKind.OVER}
         held = {link.source for link in node.links if link.target in shared - turned.keys()}
         for x in node.inputs:
             if isinstance(x, int) and (x not in gone or x in held):
                 self.keep_alive(x, self.clock)
         for number in node.outputs:
-            self.start[number] = begin if number in stacked else self.clock
+            self.start[number] = begin + (number in over) if number in stacked else self.clock
             self.last[number] = self.clock
             if stacked.get(number) in self.in_place:  # each trip has written its slice
                 self.unwritten.add(number)

@@ -92,8 +92,9 @@ def fill_early(graph: Graph, start: dict[int, int], position: Mapping[int, int],
     """
     free = 1
     for loop in sorted((n for n in graph.nodes if n.bodies), key=lambda n: position[n.id]):
+        over = {link.target for link in loop.links if link.kind is LinkKind.OVER}
         for link in loop.links if backward or not loop.params.get("reverse") else ():
-            if link.kind is LinkKind.YS and link.target in start and link.target not in in_place:
+            if link.kind is LinkKind.YS and link.target in start and link.target not in in_place | over:
                 start[link.target] = min(start[link.target], free)
         free = position[loop.id] + 1
 

@@ -6,23 +6,30 @@ from collections.abc import Callable, Iterator, Mapping
 
 from jaxauto.core import OPERATIONS, Kind, LinkKind, Node, Value
 
+PASSES = {"gpu": 5, "tpu": 2, "cpu": 2}  # over a stack that one loop writes and another reads, about
 
-def stack_passes(node: Node, values: Mapping[int, Value], platform: str, kind: Callable[[Node], Kind]) -> Iterator[tuple[int, int]]:
+
+def stack_passes(node: Node, values: Mapping[int, Value], platform: str, kind: Callable[[Node], Kind]) -> Iterator[tuple[int, float]]:
     """(stack, passes over all of it) of a loop.
 
     - XLA:GPU fills each stack with zeros first, makes each slice in memory of its own and copies it there (three passes), and copies a
       slice out again for a dot or convolution (two).
     - XLA:TPU fills the stacks of a loop that runs backward with zeros, and reads a slice that only goes from one stack to another.
     - XLA:CPU does neither.
+
+    Of a stack that has more slices than there are trips only those of the trips are passed over, and it is filled by whoever made it.
     """
+    over = {link.target for link in node.links if link.kind is LinkKind.OVER}
+    part = node.trips / node.window.whole if node.window else 1.0
+    share = lambda stack: min(1.0, node.trips / values[stack].shape[0])  # noqa: E731
     sliced = {link.target: link.source for link in node.links if link.kind is LinkKind.XS}
     for link in node.links:
         if link.kind is LinkKind.YS and platform == "gpu":
-            yield link.target, 3
+            yield link.target, 2 * part if link.target in over else 3
         elif link.kind is LinkKind.YS and platform == "tpu":
-            if node.params.get("reverse"):
+            if node.params.get("reverse") and link.target not in over:
                 yield link.target, 1
             if link.source in sliced:
-                yield sliced[link.source], 1
+                yield sliced[link.source], share(sliced[link.source])
         elif link.kind is LinkKind.XS and platform == "gpu" and any(kind(user) in OPERATIONS for user in values[link.target].users):
-            yield link.source, 2
+            yield link.source, 2 * share(link.source)

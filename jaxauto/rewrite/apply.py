@@ -42,7 +42,7 @@ def apply(graph: Graph, decisions: Decisions, mesh: Any, platform: str = "") -> 
       platform: whose compiler it is for, where ``mesh`` is abstract: ``"tpu" | "gpu" | "cpu"``.
     """
     chosen = {b: kept for b, kept in enumerate(decisions.kept) if kept is not None}
-    made_again = recompute(graph, chosen, decisions.remade) if chosen else Rewritten(graph, {})
+    made_again = recompute(graph, chosen, decisions.remade, splits=decisions.splits) if chosen or decisions.splits else Rewritten(graph, {})
     rewritten = offload(made_again, decisions.offloaded)
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else platform
     if decisions.in_order is not None:

@@ -42,7 +42,7 @@ def evaluator(graph: Graph, pins: Pins | None = None) -> Callable:
 
 
 def evaluate(graph: Graph, arrays, pin: Pins, first: Any = 0) -> list:
-    """Evaluate ``graph`` on ``arrays``; ``first``: where the trip that it is the body of begins in stacks of a scan in a scan (``Window``)."""
+    """Evaluate ``graph`` on ``arrays``; ``first``: the slice that the trip it is the body of begins with, see ``core.Window``."""
     env: dict[int, Any] = dict(graph.consts)
     for number, array in zip(graph.inputs, arrays, strict=True):
         env[number] = pin.value(number, array)

@@ -61,7 +61,7 @@ def _moved(program: Program, scan: Node, place: int, convert: Node, narrowed: di
     key = outer, str(program.values[result].dtype)
     made = []
     if key not in narrowed:
-        narrowed[key] = program.fresh(result, stacked=scan.trips if is_slice else None)
+        narrowed[key] = program.fresh(result, stacked=program.values[outer].shape[0] if is_slice else None)
         eqn, scope, source = convert.eqn, convert.scope, convert.source
         made.append(Node(program.new_id(), eqn, convert.prim, (outer,), (narrowed[key],), scope, source))
     inner = program.fresh(result)
@@ -70,7 +70,7 @@ def _moved(program: Program, scan: Node, place: int, convert: Node, narrowed: di
     for node in body.nodes:
         read_as(node, names)
     body.outputs = renamed(body.outputs, names)
-    at = len(scan.inputs) if is_slice else 0
+    at = len(body.inputs) if is_slice else 0
     scan.inputs = (*scan.inputs[:at], narrowed[key], *scan.inputs[at:])
     body.inputs = (*body.inputs[:at], inner, *body.inputs[at:])
     scan.num_consts += not is_slice

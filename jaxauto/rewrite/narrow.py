@@ -107,6 +107,8 @@ def _slices(reader: Node, stack: int) -> list[tuple[Node, int, Node]]:
     for place, x in enumerate(reader.inputs):
         if x != stack:
             continue
+        if place >= len(body.inputs):
+            return []  # written over
         inner = body.inputs[place]
         readers = [node for node in body.nodes if inner in node.inputs]
         if place < reader.num_consts + reader.num_carry or inner in body.outputs or [n.prim for n in readers] != ["convert_element_type"]:

@@ -39,6 +39,7 @@ class Program:
         self.stacked: set[int] = set()
         self.nodes: dict[int, Node] = {}
         self.graphs: dict[int, Graph] = {}
+        self.stands_for: dict[int, int] = {}  # new node → the node as written in whose place it is
         self.next_value = max(self.values, default=-1) + 1
         self.top = self._copied(graph)
         self.next_node = max(self.nodes, default=-1) + 1

@@ -106,6 +106,7 @@ def _rewrite_straight(program: Program, chosen: _Straight) -> None:
     original = chosen.graph
     graph = program.graphs[id(original)]
     phase = phases(original)
+    phase.update((new, phase[old]) for new, old in program.stands_for.items() if old in phase)
     position = {node.id: k for k, node in enumerate(graph.nodes)}
     readers = readers_of(graph)
     starts: dict[int, list[_Recomputation]] = {}

@@ -62,4 +62,4 @@ def _into(program: Program, scan: Node, broadcast: Node) -> None:
     body.nodes.insert(0, copy)
     scan.num_consts += len(read) - (len(scan.inputs) - len(kept))
     scan.inputs = (*read, *(scan.inputs[k] for k in kept))
-    body.inputs = (*operands, *(body.inputs[k] for k in kept))
+    body.inputs = (*operands, *(body.inputs[k] for k in kept if k < len(body.inputs)))

@@ -50,7 +50,7 @@ def can_split(blocks: Sequence[Block], number: int) -> bool:
         return False
     forward, backward = scans
     values = blocks[number].graph.values
-    filled = (*(y for y in forward.outputs if y not in _own_stacks(forward, backward, blocks[number].graph)), *backward.outputs)
+    filled = (*(y for y in forward.outputs if y not in own_stacks(forward, backward, blocks[number].graph)), *backward.outputs)
     return forward.reverse != backward.reverse and not any(compat.is_key_dtype(values[x].dtype) for x in filled)
 
 
@@ -61,8 +61,8 @@ def check_split(blocks: Sequence[Block], number: int, split: Split) -> None:
     head = blocks[number].count - split.tail
     if not 0 <= split.tail < blocks[number].count or head % split.segment or (split.segment > 1 and head == split.segment):
         raise ValueError(
-            f"block {number} of {blocks[number].count} trips cannot be split into {split.tail} of their own and segments of {split.segment}: "
-            "segments must divide the others, and there must be two of them"
+            f"block {number} of {blocks[number].count} trips cannot be split into {split.tail} of their own and segments of "
+            f"{split.segment}: segments must divide the others, and there must be two of them"
         )
 
 
@@ -71,7 +71,7 @@ def split_pair(program: Program, block: Block, split: Split, kept: frozenset[int
     return _Splitting(program, block, split, kept).run()
 
 
-def _own_stacks(forward: Node, backward: Node, graph: Graph) -> tuple[int, ...]:
+def own_stacks(forward: Node, backward: Node, graph: Graph) -> tuple[int, ...]:
     """What the forward scan stacks for the backward scan's trips alone."""
     elsewhere = {*graph.outputs, *backward.inputs[: backward.num_consts + backward.num_carry]}
     stacks = zip(forward.outputs[forward.num_carry :], forward.bodies[0].outputs[forward.num_carry :], strict=True)
@@ -119,7 +119,7 @@ class _Splitting:
         self.program, self.split, self.kept, self.trips = program, split, kept, block.count
         self.graph = program.graphs[id(block.graph)]
         forward, backward = (program.nodes[node.id] for node in block.scan)
-        self.forward, self.backward = _Scan(forward, _own_stacks(*block.scan, block.graph)), _Scan(backward)
+        self.forward, self.backward = _Scan(forward, own_stacks(*block.scan, block.graph)), _Scan(backward)
         self.segments = (block.count - split.tail) // split.segment
         self.of_head, self.of_tail = (split.tail, 0) if forward.reverse else (0, block.count - split.tail)  # their first slices
 
@@ -151,6 +151,7 @@ class _Splitting:
     def _put(self, old: Node, new: Sequence[Node]) -> None:
         place = next(k for k, node in enumerate(self.graph.nodes) if node is old)
         self.graph.nodes[place : place + 1] = new
+        self.program.stands_for.update((node.id, old.id) for node in new)
 
     # ------------------------------------------------------------------------------------------------------- parts of a scan
 

@@ -31,18 +31,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run a block. Bytes and seconds for each device; see the head of this file."""
+    """One way to run a block. Bytes and seconds for each device; see the head of this file. ``what``: what it stands for."""
 
     kept_bytes: float
     peak_bytes: float
     seconds: float
-    label: str = ""
+    what: Any = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from jaxauto.core import Graph
 from jaxauto.cost.collectives import collective_seconds
 from jaxauto.cost.compute import traffic_seconds
 from jaxauto.cost.onchip import capacity
@@ -364,11 +365,18 @@ class Answer:
     def traffic(self) -> Iterator[tuple[int, float, int]]:
         """(buffer, bytes that one device moves of it in a step, pieces): short-lived ones that fit stay in on-chip memory."""
         b, variant, room = self.model.buffers, self.model.variant, capacity(self.model.chip)
+        made: dict[int, int] = {}  # value → how often a step makes it
+
+        def visit(graph: Graph, times: int) -> None:
+            for node in graph.nodes:
+                made.update(dict.fromkeys(node.outputs, times))
+                for body in node.bodies:
+                    visit(body, times * node.trips)
+
+        visit(variant.rewritten.graph, 1)
         for k, pieces, local in self.cut():
-            node = self.model.values[int(variant.origin[k])].producer
-            times = self.model.groups.times[node.id] if node else 1
-            if variant.stacked[k]:
-                times = max(1.0, times / variant.rewritten.graph.values[int(b.ids[k])].shape[0])
+            written = self.model.values[int(variant.origin[k])].producer
+            times = made.get(int(b.ids[k])) or (self.model.groups.times[written.id] if written else 1)
             spared = b.reads[k] * self.placed.reads[k] + b.written[k] * self.placed.written[k] if local <= room else 0.0
             yield k, local * float(b.reads[k] + b.written[k] - spared) * times, pieces
 

@@ -1,7 +1,8 @@
 """What each block costs under each level of rematerialisation: the options of the chain's dynamic programme (``chain.py``).
 
 Of a straight block, as the buffers of the level's program tell: what compilers make again of themselves inside whatever reads it is not
-kept, nor is there room needed for it. Of a loop, and of a block inside one, as its residuals tell.
+kept, nor is there room needed for it. Of a block inside a loop as its residuals tell; of a scan too, which has more options than levels:
+its trips can differ (``segments.py``).
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from jaxauto.blocks import Block, closure, phases
 from jaxauto.graph import value_bytes
 from jaxauto.solve.chain import Option
 from jaxauto.solve.remat import Level, Remat
+from jaxauto.solve.segments import Keep, Trips
 
 
 def choices(
     remat: Remat, levels: Sequence[Level], pieces: Callable[[int], float], host_bandwidth: float | None = None
 ) -> list[list[Option]]:
-    """For each block an option for each level.
+    """For each block an option for each level; of scans then those that split them, unless there is one level alone. See ``Option.what``.
 
     Args:
       pieces: value → in how many pieces it lies on the mesh.
@@ -26,19 +28,29 @@ def choices(
     turns = _turns(remat)
     owner = {v: b for b in turns for v in _inside(remat.blocks[b])}
     held = [_held(remat, level, pieces, turns, owner) for level in levels]
+    trips = {b: Trips(remat, block, pieces) for b, block in enumerate(remat.blocks) if block.scan}
 
     def option(b: int, number: int) -> Option:
         block, level = remat.blocks[b], levels[number]
-        keep = level.kept[b]
+        keep, what = level.kept[b], Keep(level.kept[b], level.offloaded & remat.values_of(b), dict(level.splits).get(b))
         size = {v: value_bytes(remat.graph.values[v]) / pieces(v) * block.count for v in {*(keep or ()), *block.residuals}}
-        kept, again = held[number][b] if b in turns else _of_residuals(block, level, keep, size)
-        nodes = closure(block, keep)[0] if keep is not None else ()
-        seconds = sum(remat.again_seconds(n) / max(pieces(n.outputs[0]), 1.0) * block.count for n in nodes)
+        if b in trips:
+            away = level.offloaded
+            told = trips[b].option(trips[b].trip(keep, away), what.split, trips[b].trip(what.split.kept, away) if what.split else None)
+            kept, again, seconds = told.kept_bytes, told.peak_bytes, told.seconds
+        else:
+            kept, again = held[number][b] if b in turns else _of_residuals(block, level, keep, size)
+            nodes = closure(block, keep)[0] if keep is not None else ()
+            seconds = sum(remat.again_seconds(n) / max(pieces(n.outputs[0]), 1.0) for n in nodes)
         if host_bandwidth is not None:
             seconds += 2 * sum(size[v] for v in size if v in level.offloaded) / host_bandwidth
-        return Option(kept, again, seconds, block.name)
+        return Option(kept, again, seconds, what)
 
-    return [[option(b, number) for number in range(len(levels))] for b in range(len(remat.blocks))]
+    found = [[option(b, number) for number in range(len(levels))] for b in range(len(remat.blocks))]
+    ways = [level.kept for level in levels if not level.offloaded]
+    for b in remat.splittable if len(levels) > 1 and not any(level.remade for level in levels) else ():
+        found[b] += trips[b].splits([kept[b] for kept in ways])
+    return found
 
 
 def _of_residuals(block: Block, level: Level, keep: frozenset[int] | None, size: dict[int, float]) -> tuple[float, float]:
@@ -65,7 +77,7 @@ def _held(
     remat: Remat, level: Level, pieces: Callable[[int], float], turns: Mapping[int, int], owner: Mapping[int, int]
 ) -> dict[int, tuple[float, float]]:
     """Straight block → (bytes that it keeps for its backward pass, bytes that are made there again); ``owner``: value → its block."""
-    variant = remat.variant(level.kept, level.offloaded, level.remade)
+    variant = remat.variant(level)
     buffers, found = variant.buffers, dict.fromkeys(turns, (0.0, 0.0))
     for k, value in enumerate(variant.origin.tolist()):
         b = owner.get(value)

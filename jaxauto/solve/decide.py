@@ -54,11 +54,11 @@ def decisions_of(candidate: Candidate) -> Decisions:
         else:
             position = np.where(np.isin(model.position(x, e.value), _summed(e)), model.position(x, e.value), there[0])
             operands[node.outputs[0], e.operand] = sharding_of(position, len(e.dims), model.mesh)
-    variant = candidate.variant
+    level = candidate.variant.level
     on_cpu = getattr(model.chip, "platform", "cpu") == "cpu"
     finished = frozenset(value for _, _, value in _finished(model)) if on_cpu else frozenset()
-    awaited = _awaited(model, x)
-    return Decisions(values, operands, variant.kept, frozenset(late), finished, made, variant.offloaded, variant.remade, awaited)
+    kept, away, again, splits, awaited = level.kept, level.offloaded, level.remade, dict(level.splits), _awaited(model, x)
+    return Decisions(values, operands, kept, frozenset(late), finished, made, away, again, splits, awaited)
 
 
 def _awaited(model: Model, x: np.ndarray) -> frozenset[int] | None:

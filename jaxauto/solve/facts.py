@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Set
 import numpy as np
 
 from jaxauto.core import Graph, Kind, Value
-from jaxauto.graph import HOST, value_bytes, walk
+from jaxauto.graph import HOST, multiplicity, value_bytes, walk
 from jaxauto.groups import WHOLE, Groups
 from jaxauto.rewrite.away import fetched
 from jaxauto.solve.remat import Variant
@@ -59,11 +59,13 @@ def crossings(graph: Graph) -> Iterator[tuple[str, int]]:
 def buffer_runs(variant: Variant, groups: Groups) -> np.ndarray:
     """How often a step makes each buffer: a stack over the trips of a loop is made once for all of them."""
     runs = np.ones(len(variant.buffers.ids))
-    for k, number in enumerate(variant.origin):
-        node = groups.graph.values[int(number)].producer
-        runs[k] = groups.times[node.id] if node else 1
-        if variant.stacked[k]:
-            runs[k] = max(1.0, runs[k] / variant.rewritten.graph.values[int(variant.buffers.ids[k])].shape[0])
+    values, times = variant.rewritten.graph.values, multiplicity(variant.rewritten.graph)
+    for k, (number, origin) in enumerate(zip(variant.buffers.ids.tolist(), variant.origin.tolist(), strict=True)):
+        node = groups.graph.values[origin].producer
+        if (maker := values[number].producer) is not None:
+            runs[k] = times[maker.id]
+        elif node is not None:
+            runs[k] = groups.times[node.id]
     return runs
 
 

@@ -8,31 +8,33 @@ memory; between are shares of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from jaxauto.graph import value_bytes
 from jaxauto.solve.candidate import Candidate
 from jaxauto.solve.live import timeline
 from jaxauto.solve.model import Model
-from jaxauto.solve.remat import Kept, Remat, Variant
+from jaxauto.solve.remat import Kept, Level, Remat, Variant
 
 SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)  # of the state, in the host's memory
 _LARGE = 0.01  # of all residual bytes: what goes between two answers that differ
 
 
-def finer(remat: Remat, base: Candidate, model_of: Callable[[Variant], Model], known: set[tuple], count: int) -> list[Candidate]:
+def finer(remat: Remat, base: Candidate, model_of: Callable[[Variant], Model], known: set[Level], count: int) -> list[Candidate]:
     """Up to ``count`` answers that keep a little more or less than ``base``, nearest first.
 
     Args:
-      known: what blocks keep in answers that need not be made again; what is made is added.
+      known: levels of answers that need not be made again; what is made is added.
     """
     found: list[Candidate] = []
     for kept in _around(remat, base.variant.kept):
         if len(found) == count:
             break
-        if kept in known:
+        level = replace(base.variant.level, kept=kept)
+        if level in known:
             continue
-        known.add(kept)
-        model = model_of(remat.variant(kept, base.variant.offloaded, base.variant.remade))
+        known.add(level)
+        model = model_of(remat.variant(level))
         found.append(Candidate(model, base.x, model.problem.seconds(base.x), float(timeline(model, base.x).max()), base.level))
     return found
 

@@ -40,7 +40,7 @@ def least_memory(search: Search, levels: list[Level], found: Found, budget_bytes
 class _Least:
     def __init__(self, search: Search, levels: list[Level]):
         self.search, self.levels = search, levels
-        self.models = [search.model(search.remat.variant(level.kept, level.offloaded, level.remade)) for level in levels]
+        self.models = [search.model(search.remat.variant(level)) for level in levels]
         self.answers: list[list[np.ndarray]] = [[] for _ in levels]
         self.best: Candidate | None = None
         self.effort = Effort(_WORK * search.work, search.out_of_time)
@@ -60,7 +60,7 @@ class _Least:
     def mix(self) -> None:
         """Blocks that keep unalike, with the leanest sharding: the chain's least memory, and some more, as its peaks are estimates."""
         base = self.best
-        if base is None or len(self.search.remat.blocks) < 2:
+        if base is None or (len(self.search.remat.blocks) < 2 and not self.search.remat.splittable):
             return
         options = self.search.options(base, self.levels)
         low = least_budget(options)
@@ -68,7 +68,7 @@ class _Least:
         for share in np.linspace(0, 1, _MIXTURES if len(self.search.remat.graph.values) < QUICK else 1):
             answer = solve_chain(options, (low + share * (high - low)) * (1 + 1e-9))
             if answer is not None and not self.search.out_of_time():
-                self.judged(self.search.mixture(base, self.levels, answer.choice))
+                self.judged(self.search.mixture(base, options, answer.choice))
 
     def halve(self) -> None:
         """Between what all answers take and the leanest one: is there less than the middle?"""

@@ -10,25 +10,26 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from jaxauto.blocks import closure, find_blocks
-from jaxauto.core import Graph, Kind, Node, OpRule
+from jaxauto.core import Graph, Kind, Node, OpRule, Split
 from jaxauto.cost.compute import bytes_per_flop, ops_per_byte, unsplit_seconds
 from jaxauto.cost.fusion import find_buffers
 from jaxauto.cost.liveness import Buffers
 from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import Groups
-from jaxauto.reruns import Remade, everything_in, find_reruns
+from jaxauto.reruns import Remade, everything_in, find_reruns, with_bodies
 from jaxauto.rewrite.hoist import hoist
 from jaxauto.rewrite.narrow import narrow
 from jaxauto.rewrite.offload import offload
 from jaxauto.rewrite.program import Rewritten
 from jaxauto.rewrite.recompute import recompute
+from jaxauto.rewrite.split import can_split
 from jaxauto.rules import rule_for
 from jaxauto.solve.frontier import Drop, form, frontier
 from jaxauto.solve.nested import nestings
@@ -42,16 +43,26 @@ _ELEMENTWISE = 0.25  # of its traffic is what an elementwise equation costs agai
 
 Kept = tuple[frozenset[int] | None, ...]  # what each block keeps; None: as written
 
+Splits = tuple[tuple[int, Split], ...]  # (block, how the trips of its scan differ)
+
 
 @dataclass(frozen=True)
 class Level:
-    """``kept[b]``: what block b keeps, None for as written; ``offloaded``: what of it is kept in the host's memory, and state, both as an
-    argument and as the result that it becomes; ``remade``: what of that between blocks is made again too, and how deep (``reruns.py``)."""
+    """What a program keeps between its passes, and where.
 
-    threshold: float
+    Attributes:
+      kept: ``kept[b]``: what block b keeps, None for as written.
+      offloaded: what of it is kept in the host's memory, and state, both as an argument and as the result that it becomes.
+      remade: what of that between blocks is made again too, and how deep (``reruns.py``).
+      splits: (block, how the trips of its scan differ) (``rewrite/split.py``).
+      threshold: seconds per byte that it stands for, see the head of the file.
+    """
+
     kept: Kept
     offloaded: frozenset[int] = frozenset()
     remade: Remade = frozenset()
+    splits: Splits = ()
+    threshold: float = field(default=-1.0, compare=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,22 +70,29 @@ class Variant:
     """A program after rematerialisation, in terms of the values of the program as written.
 
     Attributes:
+      level: what it keeps.
       rewritten: the new graph.
       buffers: its buffers; ``origin[k]`` is the value as written that buffer k is a copy of, ``stacked[k]`` whether it has one
         leading dimension more.
-      offloaded: values that are in host memory between the passes, state before and after them. remade: values between blocks that are made
-        again, and how deep.
       extra: node id (as written) → how often it runs again in a step.
     """
 
-    kept: Kept
-    offloaded: frozenset[int]
-    remade: Remade
+    level: Level
     rewritten: Rewritten
     buffers: Buffers
     origin: np.ndarray
     stacked: np.ndarray
     extra: Mapping[int, int]
+
+    @property
+    def kept(self) -> Kept:
+        """What each block keeps."""
+        return self.level.kept
+
+    @property
+    def offloaded(self) -> frozenset[int]:
+        """What is in the host's memory."""
+        return self.level.offloaded
 
 
 class Remat:
@@ -99,20 +117,21 @@ class Remat:
         self.movable = movable or {}
         self._state: dict[float, frozenset[int]] = {}
         self.operations = {op.node.id: op for op in groups.operations}
-        self._variants: dict[tuple, Variant] = {}
+        self._variants: dict[Level, Variant] = {}
         self._rules: dict[int, tuple[Any, OpRule]] = {}
+        self.splittable = [b for b in range(len(self.blocks)) if can_split(self.blocks, b)]
         self.forms = [form(block) for block in self.blocks]
         self.drops = self._drops()
 
     def levels(self) -> list[Level]:
         """Level 0 keeps all; the last keeps nothing but what enters the blocks."""
-        found = [Level(-1.0, (None,) * len(self.blocks))]
+        found = [Level((None,) * len(self.blocks))]
         if not self.blocks:
             return found
         for threshold in self._thresholds():
             kept = self.kept_at(threshold)
             if kept != found[-1].kept:
-                found.append(Level(threshold, kept))
+                found.append(Level(kept, threshold=threshold))
         return found
 
     def levels_with_host(self) -> list[Level]:
@@ -124,7 +143,7 @@ class Remat:
             for share in _OFFLOADED:
                 offloaded = frozenset(dearest[: math.ceil(share * len(dearest))])
                 if offloaded and all(offloaded != other.offloaded or level.kept != other.kept for other in found):
-                    found.append(Level(level.threshold, level.kept, offloaded))
+                    found.append(replace(level, offloaded=offloaded))
         return found
 
     def with_state(self, levels: Sequence[Level]) -> list[Level]:
@@ -160,9 +179,9 @@ class Remat:
         ``room``: the share of the memory of ``level`` that there is.
         """
         kept = {b: keep for b, keep in enumerate(level.kept) if keep is not None}
-        before = self.variant(level.kept)
+        before = self.variant(level)
         for remade in nestings(self.blocks, kept, before.rewritten.graph, before.buffers, self.again_seconds, room):
-            yield Level(level.threshold, level.kept, frozenset(), remade)
+            yield replace(level, remade=remade)
 
     def _dearest(self, level: Level) -> list[int]:
         """What a level keeps, large arrays only, what costs most to make again first; of loops what their recomputation starts from too."""
@@ -227,14 +246,11 @@ class Remat:
         """Seconds of one unsharded run: a roofline."""
         return unsplit_seconds(node, self.operations.get(node.id), self.graph.values, self.chip)
 
-    def variant(
-        self, kept: Sequence[frozenset[int] | None], offloaded: frozenset[int] = frozenset(), remade: Remade = frozenset()
-    ) -> Variant:
-        """The program that keeps ``kept``, ``offloaded`` of it in host memory, and makes ``remade`` again, with its buffers; cached."""
-        key = tuple(kept), offloaded, remade
-        if key not in self._variants:
-            self._variants[key] = self._variant(*key)
-        return self._variants[key]
+    def variant(self, level: Level) -> Variant:
+        """The program that keeps what ``level`` says, with its buffers; cached."""
+        if level not in self._variants:
+            self._variants[level] = self._variant(level)
+        return self._variants[level]
 
     def _rule(self, node: Node) -> OpRule:
         """The rule of a node's equation, which all variants and copies share."""
@@ -245,25 +261,37 @@ class Remat:
     def _kind(self, node: Node) -> Kind:
         return Kind.CONTROL if node.bodies else self._rule(node).kind
 
-    def _variant(self, kept: tuple, offloaded: frozenset[int], remade: Remade) -> Variant:
-        chosen = {b: k for b, k in enumerate(kept) if k is not None}
-        rewritten = offload(recompute(self.graph, chosen, remade, self.blocks) if chosen else Rewritten(self.graph, {}), offloaded)
+    def _variant(self, level: Level) -> Variant:
+        chosen, splits = {b: k for b, k in enumerate(level.kept) if k is not None}, dict(level.splits)
+        again = recompute(self.graph, chosen, level.remade, self.blocks, splits) if chosen or splits else Rewritten(self.graph, {})
+        rewritten = offload(again, level.offloaded)
         if self.chip.platform == "tpu":
             rewritten = hoist(narrow(rewritten))
         graph = rewritten.graph
         rules = self.groups.rules if graph is self.graph else {node.id: self._rule(node) for node in walk(graph) if not node.bodies}
         chip, rates = self.chip, (bytes_per_flop(self.chip), ops_per_byte(self.chip))
-        buffers = find_buffers(graph, rules, self.aliased - offloaded, chip.platform, *rates, devices=self.devices)
+        buffers = find_buffers(graph, rules, self.aliased - level.offloaded, chip.platform, *rates, devices=self.devices)
         ids = buffers.ids.tolist()
         origin = np.array([rewritten.origin.get(n, n) for n in ids], int)
         stacked = np.array([n in rewritten.stacked for n in ids], bool)
         buffers.bytes_[[n in rewritten.host for n in ids]] = 0.0
+        return Variant(level, rewritten, buffers, origin, stacked, self._extra(level, chosen))
+
+    def _extra(self, level: Level, chosen: Mapping[int, frozenset[int]]) -> dict[int, int]:
+        """Node → how often it runs again in a step."""
         extra: dict[int, int] = {}
-        for b, keep in chosen.items():
-            nodes, _ = closure(self.blocks[b], keep)
+        splits = dict(level.splits)
+
+        def run(nodes: Iterable[Node], trips: int = 1, of: int = 1) -> None:
             for node in nodes:
-                extra[node.id] = self.groups.times[node.id]
-        for rerun in find_reruns(self.blocks, chosen, remade):
-            for node in everything_in(rerun):
-                extra[node.id] = extra.get(node.id, 0) + self.groups.times[node.id]
-        return Variant(kept, offloaded, remade, rewritten, buffers, origin, stacked, extra)
+                extra[node.id] = extra.get(node.id, 0) + self.groups.times[node.id] * trips // of
+
+        for b in {*chosen, *splits}:
+            block, tail = self.blocks[b], splits[b].tail if b in splits else 0
+            for keep, trips in ((chosen.get(b), block.count - tail), (splits[b].kept if tail else None, tail)):
+                run(closure(block, keep)[0] if keep is not None else (), trips, block.count)
+            if b in splits and splits[b].segment > 1:
+                run((n for node in block.forward for n in with_bodies(node)), block.count - tail, block.count)
+        for rerun in find_reruns(self.blocks, chosen, level.remade):
+            run(everything_in(rerun))
+        return extra

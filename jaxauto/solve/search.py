@@ -21,6 +21,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from jaxauto.solve.finer import SHARES, finer, nearer
 from jaxauto.solve.live import timeline
 from jaxauto.solve.milp import solve_milp
 from jaxauto.solve.model import Model, Program
-from jaxauto.solve.remat import Kept, Level, Remat, Variant
+from jaxauto.solve.remat import Kept, Level, Remat, Splits, Variant
 from jaxauto.solve.swaps import swapped
 from jaxauto.solve.tighten import TOLERANCE, Effort, least_bytes, near, priced_room, tighten
 from jaxauto.strategies import shards
@@ -107,14 +108,14 @@ class Search:
                 break  # without pressure on memory, recomputing more does not help where recomputing less did not
         assert leanest is not None
         if best is not None:
-            for start in least_of_each(fitting, lambda c: (c.variant.offloaded, c.variant.remade)):
+            for start in least_of_each(fitting, lambda c: replace(c.variant.level, kept=())):
                 fitting += self._between(start, levels, budget_bytes)
             best = min(fitting, key=lambda c: c.seconds)
         else:
             leanest = self._leaner(leanest, levels, budget_bytes)
             if leanest.peak_bytes <= budget_bytes:
-                best = leanest
-                fitting.append(best)
+                fitting += [leanest, *self._anew(leanest, levels, budget_bytes)]
+                best = min(fitting, key=lambda c: c.seconds)
         found = Found(best, leanest, min(self.bounds.values()), {"search": time.monotonic() - started}, fitting=fitting)
         if best is None:
             self._close(found, budget_bytes)
@@ -127,7 +128,7 @@ class Search:
 
     def _between(self, best: Candidate, levels: list[Level], budget_bytes: float) -> Iterator[Candidate]:
         """Candidates of levels between and around ``levels``, which are added to it: where they are faster, sharded as the best is."""
-        known = {level.kept for level in levels}
+        known = set(levels)
         for _ in range(_CLOSER if len(levels) > 1 and len(self.remat.graph.values) < QUICK else 0):
             if self.out_of_time() or best.seconds > self.rival * _BEHIND:
                 return
@@ -141,7 +142,7 @@ class Search:
 
     def _anew(self, like: Candidate, levels: list[Level], budget_bytes: float) -> list[Candidate]:
         """What fits of the candidates that keep what ``like`` does: a level of its own, which is added to ``levels``."""
-        levels.append(Level(levels[like.level].threshold, like.variant.kept, like.variant.offloaded, like.variant.remade))
+        levels.append(replace(like.variant.level, threshold=levels[like.level].threshold))
         return [c for c in self._offers(len(levels) - 1, levels[-1], budget_bytes) if c.peak_bytes <= budget_bytes]
 
     def _offers(self, number: int, level: Level, budget_bytes: float) -> Iterator[Candidate]:
@@ -161,9 +162,16 @@ class Search:
             yield self._descended(min(fitting, key=lambda c: c.seconds), budget_bytes)
 
     def _leaner(self, leanest: Candidate, levels: list[Level], budget_bytes: float) -> Candidate:
-        """Blocks mixed for the least memory: where one keeps what it can, what makes that again need not live while it goes backward."""
-        for room in _ROOMS if len(self.remat.graph.values) < QUICK else ():
-            mixed = next(self.mixtures(leanest, levels, max(budget_bytes, room * leanest.peak_bytes)), None)
+        """Blocks mixed for less memory: where one keeps what it can, what makes that again need not live while it goes backward.
+
+        Where scans can be split (``segments.py``), for the budget first.
+        """
+        goals = (budget_bytes,) if self.remat.splittable else ()
+        goals += tuple(room * leanest.peak_bytes for room in _ROOMS) if len(self.remat.graph.values) < QUICK else ()
+        for goal in goals:
+            if leanest.peak_bytes <= budget_bytes:
+                break
+            mixed = next(self.mixtures(leanest, levels, goal), None)
             if mixed is not None and mixed.peak_bytes < leanest.peak_bytes:
                 leanest, self.models[_MIXED] = mixed, mixed.model
         return leanest
@@ -208,7 +216,7 @@ class Search:
 
     def level(self, number: int, level: Level, budget_bytes: float) -> list[Candidate]:
         """Candidates of one level: without pressure, then under rising and bisected prices of memory."""
-        model = self.models[number] = self.model(self.remat.variant(level.kept, level.offloaded, level.remade))
+        model = self.models[number] = self.model(self.remat.variant(level))
         free = self._unpriced(model, number)
         self.fastest = min(self.fastest, free.seconds)
         if free.peak_bytes <= budget_bytes:
@@ -401,22 +409,25 @@ class Search:
             answer = solve_chain(options, room)
             if answer is None:
                 return
-            mixed = self.mixture(best, levels, answer.choice)
+            mixed = self.mixture(best, options, answer.choice)
             over = mixed.peak_bytes - budget_bytes
             if over <= 0:
                 yield mixed
             step = over if over > 0 else (room - least) / left
             room = min(room - step, max(answer.peak_bytes) * (1 - TOLERANCE))  # another choice each time
 
-    def mixture(self, base: Candidate, levels: list[Level], choice: Sequence[int]) -> Candidate:
-        """The sharding of ``base`` with block ``b`` kept as ``levels[choice[b]]`` keeps it."""
-        kept = tuple(levels[c].kept[b] for b, c in enumerate(choice))
-        offloaded = [levels[c].offloaded & self.remat.values_of(b) for b, c in enumerate(choice)]
-        return self._keeping(base, kept, frozenset().union(base.variant.offloaded & self.remat.state(1.0), *offloaded))
+    def mixture(self, base: Candidate, options: Sequence[Sequence[Option]], choice: Sequence[int]) -> Candidate:
+        """The sharding of ``base`` with block ``b`` kept as ``options[b][choice[b]]`` says."""
+        chosen = [options[b][c].what for b, c in enumerate(choice)]
+        offloaded = frozenset().union(base.variant.offloaded & self.remat.state(1.0), *(keep.offloaded for keep in chosen))
+        splits = tuple((b, keep.split) for b, keep in enumerate(chosen) if keep.split)
+        return self._keeping(base, tuple(keep.kept for keep in chosen), offloaded, splits)
 
-    def _keeping(self, base: Candidate, kept: Kept, offloaded: frozenset[int]) -> Candidate:
-        """The sharding of ``base`` where blocks keep something else."""
-        return self.candidate(self.model(self.remat.variant(kept, offloaded, base.variant.remade)), base.x, base.level)
+    def _keeping(self, base: Candidate, kept: Kept, offloaded: frozenset[int], splits: Splits | None = None) -> Candidate:
+        """The sharding of ``base`` where blocks keep something else; ``splits``: None: as it has them."""
+        level = base.variant.level
+        level = replace(level, kept=kept, offloaded=offloaded, splits=level.splits if splits is None else splits)
+        return self.candidate(self.model(self.remat.variant(level)), base.x, base.level)
 
     def options(self, base: Candidate, levels: list[Level], *, waiting: bool = False) -> list[list[Option]]:
         """For each block what it costs under each level, with the shardings of ``base``; ``waiting``: transfers hide behind nothing."""

@@ -61,14 +61,14 @@ def transformer() -> tuple[Search, Remat]:
 
 def built(transformer, level: int = 1) -> Model:
     search, remat = transformer
-    return Model(search.program, remat.variant(remat.levels()[level].kept), search.mesh, search.chip)
+    return Model(search.program, remat.variant(remat.levels()[level]), search.mesh, search.chip)
 
 
 @pytest.mark.parametrize("number", range(len(STEPS)), ids=list(STEPS))
 def test_tables_and_graph_agree_on_answers_at_random(number):
     search, remat = searched(list(STEPS)[number], *PLACES[number % len(PLACES)])
     levels = remat.levels()
-    model = search.model(remat.variant(levels[-(number % 2)].kept))  # as written, or with everything recomputed
+    model = search.model(remat.variant(levels[-(number % 2)]))  # as written, or with everything recomputed
     for seed in range(3):
         assert check(at_random(model, seed)) == []
 
@@ -90,7 +90,7 @@ def test_tables_and_graph_agree_on_sums_scattered_beside_their_dots():
 
     args = jax.ShapeDtypeStruct((2, 1024, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((2, 65536, 1024), jnp.bfloat16)
     search, remat = searched((step, args), "v5e:2x4", {"a": 4, "b": 2})
-    model = search.model(remat.variant(remat.levels()[0].kept))
+    model = search.model(remat.variant(remat.levels()[0]))
     assert model.problem.pairs["compute"], "some dots are cut into pieces"
     longer = 0.0
     for seed in range(40):

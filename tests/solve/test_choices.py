@@ -39,7 +39,7 @@ def remat():
 
 def test_as_written_a_norm_keeps_no_float32_rows(remat):
     """XLA:TPU makes them again in the matmuls of the backward pass; its residuals would be twice as large and more."""
-    nothing = Level(math.inf, tuple(frozenset() for _ in remat.blocks))
+    nothing = Level(tuple(frozenset() for _ in remat.blocks), threshold=math.inf)
     narrow = ROWS * WIDTH * 2
     for block, (written, least) in zip(remat.blocks, choices(remat, [*remat.levels()[:1], nothing], lambda _: 1.0), strict=True):
         residuals = sum(value_bytes(remat.graph.values[v]) for v in block.residuals)

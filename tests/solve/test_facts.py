@@ -8,7 +8,7 @@ import pytest
 
 from jaxauto.planner import read
 from jaxauto.solve.facts import buffer_runs, read_together
-from jaxauto.solve.remat import Remat
+from jaxauto.solve.remat import Level, Remat
 from jaxauto.targets.target import Target
 
 LAYERS, WIDTH, ROWS = 6, 16, 8
@@ -37,7 +37,7 @@ def planned(request):
 
 def everything_again(remat):
     """The leanest variant."""
-    return remat.variant(tuple(frozenset() for _ in remat.blocks))
+    return remat.variant(Level(tuple(frozenset() for _ in remat.blocks)))
 
 
 def test_recomputed_and_backward_matmuls_read_one_gathered_weight(planned):
@@ -51,7 +51,7 @@ def test_recomputed_and_backward_matmuls_read_one_gathered_weight(planned):
 
 def test_nothing_is_read_together_where_nothing_is_recomputed(planned):
     remat, weights = planned
-    assert read_together(remat.variant(remat.levels()[0].kept), remat.groups, weights) == frozenset()
+    assert read_together(remat.variant(remat.levels()[0]), remat.groups, weights) == frozenset()
 
 
 def test_a_stack_is_made_once_for_all_trips(planned):

@@ -68,7 +68,7 @@ def test_blocks_are_mixed_from_several_levels():
         least_memory(search, levels, found, 1.0)
         return alone, found.leanest.peak_bytes
 
-    alone, mixed = least([written, *(Level(math.inf, kept) for kept in some)])
+    alone, mixed = least([written, *(Level(kept, threshold=math.inf) for kept in some)])
     assert mixed < 0.9 * alone
     assert mixed <= least([written, lean])[1] * (1 + 1e-9)
 

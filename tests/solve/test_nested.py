@@ -1,5 +1,6 @@
 """What is made again between blocks: as little memory as any choice has, as told, with the same results."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -63,12 +64,12 @@ def prepared(step, args, target="h100:1"):
 
 
 def peak(remat, level, remade=frozenset()):
-    buffers = remat.variant(level.kept, frozenset(), remade).buffers
+    buffers = remat.variant(dataclasses.replace(level, remade=remade)).buffers
     return float(live_bytes(buffers, buffers.bytes_).max())
 
 
 def values_of(remat, level):
-    before = remat.variant(level.kept)
+    before = remat.variant(level)
     live = live_bytes(before.buffers, before.buffers.bytes_)
     kept = dict(enumerate(level.kept))
     return nested._Survey(remat.blocks, before.rewritten.graph, before.buffers, live).values(kept, remat.again_seconds), live

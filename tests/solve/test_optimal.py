@@ -49,7 +49,7 @@ class Instance:
 
     def model(self, level: int = 0) -> Model:
         """With the rows of every position that no other position's row equals."""
-        model = self.search().model(self.remat.variant(self.remat.levels()[level].kept))
+        model = self.search().model(self.remat.variant(self.remat.levels()[level]))
         rows = {repr((r.base, sorted((i, v.tobytes()) for i, v in r.vectors.items()), sorted(r.pairs))): r for r in every_row(model)}
         model.problem.rows = list(rows.values())
         return model

@@ -90,8 +90,8 @@ def test_without_time_the_level_that_keeps_least_is_tried_all_the_same():
     step, args = STEPS["transformer_scan"]()
     search, remat = prepared(step, args, {"a": 1}, "v5p:1x1x1")
     levels = remat.levels()
-    last = search.candidate(search.model(remat.variant(levels[-1].kept)), search.run(math.inf, levels).best.x, 0)
-    written = search.candidate(search.model(remat.variant(levels[0].kept)), last.x, 0)
+    last = search.candidate(search.model(remat.variant(levels[-1])), search.run(math.inf, levels).best.x, 0)
+    written = search.candidate(search.model(remat.variant(levels[0])), last.x, 0)
     assert last.peak_bytes < written.peak_bytes
     for seconds in (60.0, -1.0):
         search, remat = prepared(step, args, {"a": 1}, "v5p:1x1x1", seconds)
@@ -106,7 +106,7 @@ def test_never_worse_than_sharding_first():
     levels = remat.levels()
     first = two_stage.run(math.inf, levels[:1]).best
     assert first is not None
-    then = [two_stage.candidate(two_stage.model(remat.variant(level.kept)), first.x, k) for k, level in enumerate(levels)]
+    then = [two_stage.candidate(two_stage.model(remat.variant(level)), first.x, k) for k, level in enumerate(levels)]
     for budget in {c.peak_bytes for c in then if c.peak_bytes < first.peak_bytes}:
         joint, _ = prepared(step, args, {"a": 4, "b": 2}, "h100:8")
         found = joint.run(budget, levels)
@@ -135,7 +135,7 @@ def test_a_mixture_of_blocks_that_is_over_by_little_is_not_tried_twice(monkeypat
     step, args = STEPS["transformer_loop"]()
     search, remat = prepared(step, args, {"a": 1}, "v5p:1x1x1")
     levels = remat.levels()
-    base = search.candidate(search.model(remat.variant(levels[-1].kept)), search.run(math.inf, levels).best.x, len(levels) - 1)
+    base = search.candidate(search.model(remat.variant(levels[-1])), search.run(math.inf, levels).best.x, len(levels) - 1)
     budget, tried = 4 * base.peak_bytes, []
 
     def over(self, base, levels, choice):
@@ -152,7 +152,7 @@ def test_mixtures_for_less_room_are_tried_too(monkeypatch):
     step, args = STEPS["transformer_loop"]()
     search, remat = prepared(step, args, {"a": 1}, "v5p:1x1x1")
     levels = remat.levels()
-    base = search.candidate(search.model(remat.variant(levels[-1].kept)), search.run(math.inf, levels).best.x, len(levels) - 1)
+    base = search.candidate(search.model(remat.variant(levels[-1])), search.run(math.inf, levels).best.x, len(levels) - 1)
     seconds, tried = iter([3.0, 4.0, 2.0, 2.5, 2.6, 1.0]), []
 
     def fits(self, base, levels, choice):

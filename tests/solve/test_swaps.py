@@ -81,7 +81,7 @@ def test_swaps_go_where_thresholds_do_not_and_near_the_best_of_all_sets():
             sets[block_of[value]].add(value)
         everything.append(search._keeping(base, tuple(map(frozenset, sets)), frozenset()))
     assert len(everything) == 2 ** len(offered) >= 16
-    levels = [search.candidate(search.model(remat.variant(level.kept)), base.x, 0) for level in remat.levels()]
+    levels = [search.candidate(search.model(remat.variant(level)), base.x, 0) for level in remat.levels()]
     peaks = sorted(c.peak_bytes for c in everything)
     better = optimal = 0
     for budget in np.linspace(peaks[0] * 1.01, peaks[-1] * 1.01, 9):
