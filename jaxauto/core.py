@@ -331,19 +331,36 @@ class MeshAxes:
 
 
 @dataclass(frozen=True)
-class Split:
-    """A scan whose trips are not all alike for the backward pass. Values are those of its body as written.
+class Trips:
+    """Some trips of a scan, one after the other.
 
     Attributes:
-      tail: so many trips, the last of the forward pass, keep ``kept``; the others keep what their block does.
-      segment: the others are run again that many together, and what they keep is there while that segment goes backward; between the passes
-        are the carries that segments begin with. 1: each trip by itself. Divides the number of the others.
-      kept: None: as written.
+      count: how many.
+      segment: they are run again that many together, and what they keep is there while that segment goes backward; between the
+        passes are the carries that segments begin with. 1: each by itself. Divides ``count``.
+      kept: values of the body as written that they keep; None: as written.
     """
 
-    tail: int
+    count: int
     segment: int = 1
     kept: frozenset[int] | None = None
+
+
+@dataclass(frozen=True)
+class Split:
+    """A scan whose trips are not all alike for the backward pass.
+
+    Attributes:
+      segment: of its head, the trips that are not in ``rest``: they come first, and keep what the block of the scan does.
+      rest: the others, in the order of the forward pass.
+    """
+
+    segment: int = 1
+    rest: tuple[Trips, ...] = ()
+
+    def parts(self, trips: int, kept: frozenset[int] | None) -> tuple[Trips, ...]:
+        """All trips of a scan of so many, whose block keeps ``kept``."""
+        return (Trips(trips - sum(part.count for part in self.rest), self.segment, kept), *self.rest)
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,21 @@ def fill_early(graph: Graph, start: dict[int, int], position: Mapping[int, int],
         free = position[loop.id] + 1
 
 
+def fill_together(graph: Graph, start: dict[int, int], in_place: Set[int]) -> None:
+    """Stacks of one shape that loops of one graph fill are there from the first of these loops on: XLA:GPU fuses what fills them."""
+    alike: dict[tuple, list[int]] = {}
+    for loop in (n for n in graph.nodes if n.bodies):
+        over = {link.target for link in loop.links if link.kind is LinkKind.OVER}
+        for link in loop.links:
+            if link.kind is LinkKind.YS and link.target in start and link.target not in in_place | over:
+                value = graph.values[link.target]
+                alike.setdefault((value.shape, str(value.dtype)), []).append(link.target)
+        for body in loop.bodies:
+            fill_together(body, start, in_place)
+    for stacks in alike.values():
+        start.update(dict.fromkeys(stacks, min(start[x] for x in stacks)))
+
+
 def live_bytes(buffers: Buffers, sizes: np.ndarray) -> np.ndarray:
     """Live bytes at each position, for buffers of ``sizes`` bytes."""
     steps = np.zeros(buffers.length + 1)

@@ -54,7 +54,7 @@ def recompute(
         block = _checked(blocks, number, kept.get(number, ()))
         if number in splits:
             check_split(blocks, number, splits[number])
-            for part in split_pair(program, block, splits[number], kept.get(number)):
+            for part in split_pair(program, block, splits[number].parts(block.count, kept.get(number))):
                 _rewrite_pair(program, block, part)
         elif block.scan:
             _rewrite_pair(program, block, Part(*(program.nodes[n.id] for n in block.scan), kept[number]))

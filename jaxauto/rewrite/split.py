@@ -1,26 +1,27 @@
 """A pair of scans whose trips keep unalike: Graph → Graph, before what each part keeps is rewritten (``recompute.py``).
 
-Of n trips the last t of the forward pass, the tail, become scans of their own; the others, the head, are cut into k segments of m trips and
-become scans of scans:
+The trips are cut into parts, in the order of the forward pass, each of them scans of its own. A part is a pair of scans as before; or its
+trips are run again in the backward pass, k segments of m trips, and become scans of scans:
 
-    forward    head: k × ( keep the carries; m × layer )         tail: t × ( layer, keep residuals )
-    backward   tail: t × backward layer         head: k × ( m × ( layer, keep residuals ), m × backward layer )
+    forward    k × ( keep the carries; m × layer )
+    backward   k × ( m × ( layer, keep residuals ), m × backward layer )
 
-so k carries and the residuals of t trips lie between the passes, those of m trips while a segment goes backward, and the head runs forward
-once more: the square-root schedule (Chen et al., arXiv 1604.06174) and, with a tail, what Rotor's optimum is for one more forward pass
-(Beaumont et al., Inria RR-9302). With m = 1 the head is an ordinary pair.
+k carries lie between the passes, the residuals of m trips while a segment goes backward, and the part runs forward once more: the
+square-root schedule (Chen et al., arXiv 1604.06174). Parts that get shorter, the last of them an ordinary pair, are Rotor's optimum for one
+more forward pass (Beaumont et al., Inria RR-9302). One segment alone runs again from the carries that the part began with.
 
 No stack is cut: weights are read, and their gradients written, where they are (``core.Window``).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxauto import compat
 from jaxauto.blocks import Block
-from jaxauto.core import Graph, Literal, Node, Split, Window
+from jaxauto.core import Graph, Literal, Node, Split, Trips, Window
 from jaxauto.rewrite.program import Program, renamed
 
 Operand = int | Literal
@@ -58,17 +59,17 @@ def check_split(blocks: Sequence[Block], number: int, split: Split) -> None:
     """Raises ValueError where a block cannot be split so."""
     if not can_split(blocks, number):
         raise ValueError(f"block {number} cannot be split: it is no scan with a backward scan of its own")
-    head = blocks[number].count - split.tail
-    if not 0 <= split.tail < blocks[number].count or head % split.segment or (split.segment > 1 and head == split.segment):
-        raise ValueError(
-            f"block {number} of {blocks[number].count} trips cannot be split into {split.tail} of their own and segments of "
-            f"{split.segment}: segments must divide the others, and there must be two of them"
-        )
+    for part in split.parts(blocks[number].count, None):
+        if part.count < 1 or part.segment < 1 or part.count % part.segment:
+            raise ValueError(
+                f"block {number} of {blocks[number].count} trips cannot be split so: "
+                f"a part has {part.count} trips in segments of {part.segment}"
+            )
 
 
-def split_pair(program: Program, block: Block, split: Split, kept: frozenset[int] | None) -> list[Part]:
-    """Split the scans of ``block``, whose head keeps ``kept``; the pairs that came of them."""
-    return _Splitting(program, block, split, kept).run()
+def split_pair(program: Program, block: Block, parts: Sequence[Trips]) -> list[Part]:
+    """Split the scans of ``block`` into ``parts``; the pairs that came of them."""
+    return _Splitting(program, block, parts).run()
 
 
 def own_stacks(forward: Node, backward: Node, graph: Graph) -> tuple[int, ...]:
@@ -96,12 +97,13 @@ class _Scan:
 
 @dataclass(frozen=True)
 class _Made:
-    """A scan, and what its results are of what the scan as written returns."""
+    """A scan, and what its results are of what the scan as written returns. ``starts``: the carries that its segments begin with."""
 
     node: Node
     finals: tuple[int, ...]
     own: Names
     whole: Names
+    starts: tuple[Operand, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,40 +111,39 @@ class _Range:
     """Trips of a scan: the first slice that they read, how many there are, and the body if it is a copy."""
 
     first: int
-    trips: int
+    count: int
     body: Graph | None = None
 
 
 class _Splitting:
-    def __init__(self, program: Program, block: Block, split: Split, kept: frozenset[int] | None):
+    def __init__(self, program: Program, block: Block, parts: Sequence[Trips]):
         assert block.scan is not None
-        self.program, self.split, self.kept, self.trips = program, split, kept, block.count
+        self.program, self.parts, self.trips = program, parts, block.count
         self.graph = program.graphs[id(block.graph)]
         forward, backward = (program.nodes[node.id] for node in block.scan)
         self.forward, self.backward = _Scan(forward, own_stacks(*block.scan, block.graph)), _Scan(backward)
-        self.segments = (block.count - split.tail) // split.segment
-        self.of_head, self.of_tail = (split.tail, 0) if forward.reverse else (0, block.count - split.tail)  # their first slices
+        ends = list(itertools.accumulate(part.count for part in parts))
+        self.first = [block.count - end if forward.reverse else end - part.count for part, end in zip(parts, ends, strict=True)]
 
     def run(self) -> list[Part]:
-        forward, backward, tail = self.forward, self.backward, self.split.tail
-        nested = self.split.segment > 1
-        going, coming = self._zeros(forward, backward=False), self._zeros(backward, backward=True)
-        head = (self._segments_forward if nested else self._head_forward)({y: node.outputs[0] for y, node in going.items()})
-        ahead, behind, parts = [*going.values(), head.node], [*coming.values()], []
-        init, over = backward.init, {y: node.outputs[0] for y, node in coming.items()}
-        if tail:
-            copy, names = self.program.body_again(forward.body, backward=False)
-            end = self._leaf(forward, _Range(self.of_tail, tail, copy), head.finals, head.whole, last=True)
-            copy, _ = self.program.body_again(backward.body)
-            begin = self._leaf(backward, _Range(self.of_tail, tail, copy), init, over, reads=end.own)
-            ahead, behind = [*ahead, end.node], [*behind, begin.node]
-            init, over = begin.finals, begin.whole
-            stacks = {names.get(x, x): y for y, x in forward.whole.items() if isinstance(x, int)}
-            parts.append(Part(end.node, begin.node, self.split.kept, names, stacks))
-        made, part = (self._segments_backward if nested else self._head_backward)(head, init, over)
-        self._put(forward.node, ahead)
-        self._put(backward.node, [*behind, made.node])
-        return [*parts, part]
+        going, coming = self._zeros(self.forward, backward=False), self._zeros(self.backward, backward=True)
+        ahead, behind = [*going.values()], [*coming.values()]
+        init, over = self.forward.init, {y: node.outputs[0] for y, node in going.items()}
+        made: list[tuple[_Made, Names]] = []
+        for number in range(len(self.parts)):
+            made.append(self._forward(number, init, over))
+            init, over = made[-1][0].finals, made[-1][0].whole
+            ahead.append(made[-1][0].node)
+        init, over = self.backward.init, {y: node.outputs[0] for y, node in coming.items()}
+        found: list[Part] = []
+        for number in reversed(range(len(self.parts))):
+            nodes, back, part = self._backward(number, *made[number], init, over)
+            init, over = back.finals, back.whole
+            behind += nodes
+            found.append(part)
+        self._put(self.forward.node, ahead)
+        self._put(self.backward.node, behind)
+        return found
 
     def _zeros(self, scan: _Scan, *, backward: bool) -> dict[int, Node]:
         """What stacks are written over first."""
@@ -152,6 +153,33 @@ class _Splitting:
         place = next(k for k, node in enumerate(self.graph.nodes) if node is old)
         self.graph.nodes[place : place + 1] = new
         self.program.stands_for.update((node.id, old.id) for node in new)
+
+    def _forward(self, number: int, init: Sequence[Operand], over: Names) -> tuple[_Made, Names]:
+        """The forward pass of a part, and what the values of its body are called. The first has the body as written."""
+        part, last = self.parts[number], number == len(self.parts) - 1
+        body, names = self.program.body_again(self.forward.body, backward=False) if number else (None, {})
+        if part.segment in (1, part.count):
+            alone = part.segment == 1 or part.count == 1
+            made = self._leaf(self.forward, _Range(self.first[number], part.count, body), init, over, own=alone, last=last)
+            return replace(made, starts=tuple(init)), names
+        return self._segments_forward(number, body, init, over, last=last), names
+
+    def _backward(self, number: int, made: _Made, names: Names, init: Sequence[Operand], over: Names) -> tuple[list[Node], _Made, Part]:
+        """Nodes of the backward pass of a part, the last of them, and the pair in it. The first part has the body as written."""
+        part, last = self.parts[number], number == 0
+        body = self.program.body_again(self.backward.body)[0] if number else None
+        where = _Range(self.first[number], part.count, body)
+        if part.segment == 1:
+            back = self._leaf(self.backward, where, init, over, reads=made.own, last=last)
+            stacks = {names.get(x, x): y for y, x in self.forward.whole.items() if isinstance(x, int)}
+            return [back.node], back, Part(made.node, back.node, part.kept, names, stacks)
+        if part.segment == part.count:
+            barrier, starts, init = self._later(made.starts, init)
+            again, names = self._again(_Range(self.first[number], part.count), starts, {})
+            back = self._leaf(self.backward, where, init, over, reads=again.own, last=last)
+            return [*barrier, again.node, back.node], back, Part(again.node, back.node, part.kept, names)
+        back, pair = self._segments_backward(number, body, made.starts, init, over, last=last)
+        return [back.node], back, pair
 
     # ------------------------------------------------------------------------------------------------------- parts of a scan
 
@@ -167,7 +195,7 @@ class _Splitting:
         """
         body, program = part.body or scan.body, self.program
         inner = dict(zip(scan.body.outputs, body.outputs, strict=True))
-        mine = {y: program.fresh(x, stacked=part.trips) for y, x in scan.own.items()} if own else {}
+        mine = {y: program.fresh(x, stacked=part.count) for y, x in scan.own.items()} if own else {}
         finals, whole = self._results(scan, over, last=last)
         outputs = (*body.outputs[: len(finals)], *(inner[scan.own[y]] for y in mine), *(inner[scan.whole[y]] for y in over))
         node = replace(
@@ -176,7 +204,7 @@ class _Splitting:
             inputs=(*renamed(scan.consts, reads or {}), *init, *renamed(scan.xs, reads or {}), *over.values()),
             outputs=(*finals, *mine.values(), *whole.values()),
             bodies=(Graph(body.inputs, outputs, body.nodes, body.values, body.consts),),
-            trips=part.trips,
+            trips=part.count,
             window=Window(self.trips, part.first, over=len(over)),
         )
         return _Made(node, finals, mine, whole)
@@ -186,61 +214,73 @@ class _Splitting:
         called = (lambda x: x) if last else self.program.fresh
         return tuple(called(x) for x in scan.finals), {y: called(y) for y in over}
 
-    def _head_forward(self, over: Names) -> _Made:
-        return self._leaf(self.forward, _Range(self.of_head, self.segments), self.forward.init, over, last=not self.split.tail)
+    def _again(self, where: _Range, starts: Sequence[Operand], reads: Names) -> tuple[_Made, Names]:
+        """Trips run once more for what the backward pass reads, and what the values of the body are called."""
+        copy, names = self.program.body_again(self.forward.body)
+        made = self._leaf(self.forward, replace(where, body=copy), starts, {}, reads=reads)
+        made.node.backward = True
+        return made, names
 
-    def _head_backward(self, head: _Made, init: Sequence[Operand], over: Names) -> tuple[_Made, Part]:
-        made = self._leaf(self.backward, _Range(self.of_head, self.segments), init, over, reads=head.own, last=True)
-        stacks = {x: y for y, x in self.forward.whole.items() if isinstance(x, int)}
-        return made, Part(head.node, made.node, self.kept, {}, stacks)
+    def _later(self, starts: Sequence[Operand], init: Sequence[Operand]) -> tuple[list[Node], tuple[Operand, ...], tuple[Operand, ...]]:
+        """A barrier by which what begins with ``starts`` waits for ``init``, the cotangents; and what they are called behind it."""
+        numbers = list(dict.fromkeys(x for x in (*starts, *init) if isinstance(x, int)))
+        barrier, names = self.program.barrier(numbers, self.backward.node)
+        return [barrier], renamed(starts, names), renamed(init, names)
 
     # -------------------------------------------------------------------------------------------------------------- segments
 
-    def _segments_forward(self, over: Names) -> _Made:
-        """The head's forward pass; its ``own`` are the carries that segments begin with."""
-        scan, fresh = self.forward, self.program.fresh
+    def _segments_forward(self, number: int, body: Graph | None, init: Sequence[Operand], over: Names, *, last: bool) -> _Made:
+        scan, fresh, part = self.forward, self.program.fresh, self.parts[number]
         reads = self._inside((*scan.consts, *scan.xs))
         carries, stacks = [fresh(x) for x in scan.carries], {y: fresh(y) for y in over}
-        leaf = self._leaf(scan, _Range(0, self.split.segment), carries, stacks, reads=reads, own=False)
-        starts = {x: fresh(x, stacked=self.segments) for x in scan.carries}
-        finals, whole = self._results(scan, over, last=not self.split.tail)
+        leaf = self._leaf(scan, _Range(0, part.segment, body), carries, stacks, reads=reads, own=False)
+        starts = tuple(fresh(x, stacked=part.count // part.segment) for x in scan.carries)
+        finals, whole = self._results(scan, over, last=last)
         inputs = (*reads.values(), *carries, *stacks.values())
-        body = Graph(inputs, (*leaf.finals, *leaf.whole.values(), *carries), [leaf.node], self.program.values)
-        outputs = (*finals, *whole.values(), *starts.values())
-        return _Made(self._outer(scan, reads, (*scan.init, *over.values()), (), outputs, body), finals, starts, whole)
+        around = Graph(inputs, (*leaf.finals, *leaf.whole.values(), *carries), [leaf.node], self.program.values)
+        outputs = (*finals, *whole.values(), *starts)
+        return _Made(self._outer(scan, number, reads, (*init, *over.values()), (), outputs, around), finals, {}, whole, starts)
 
-    def _segments_backward(self, head: _Made, init: Sequence[Operand], over: Names) -> tuple[_Made, Part]:
+    def _segments_backward(
+        self, number: int, body: Graph | None, starts: Iterable[Operand], init: Sequence[Operand], over: Names, *, last: bool
+    ) -> tuple[_Made, Part]:
         """Each segment forward once more, and then backward."""
-        forward, scan, fresh = self.forward, self.backward, self.program.fresh
+        forward, scan, fresh, part = self.forward, self.backward, self.program.fresh, self.parts[number]
         reads = self._inside(x for x in (*forward.consts, *forward.xs, *scan.consts, *scan.xs) if x not in forward.own)
         carries, stacks = [fresh(x) for x in scan.carries], {y: fresh(y) for y in over}
-        starts = [fresh(x) for x in forward.carries]
-        copy, names = self.program.body_again(forward.body)
-        again = self._leaf(forward, _Range(0, self.split.segment, copy), starts, {}, reads=reads)
-        again.node.backward = True
-        leaf = self._leaf(scan, _Range(0, self.split.segment), carries, stacks, reads={**reads, **again.own})
-        finals, whole = self._results(scan, over, last=True)
-        inputs = (*reads.values(), *carries, *stacks.values(), *starts)
-        body = Graph(inputs, (*leaf.finals, *leaf.whole.values()), [again.node, leaf.node], self.program.values)
-        node = self._outer(scan, reads, (*init, *over.values()), head.own.values(), (*finals, *whole.values()), body)
-        return _Made(node, finals, {}, whole), Part(again.node, leaf.node, self.kept, names)
+        slices = [fresh(x) for x in forward.carries]
+        again, names = self._again(_Range(0, part.segment), slices, reads)
+        leaf = self._leaf(scan, _Range(0, part.segment, body), carries, stacks, reads={**reads, **again.own})
+        finals, whole = self._results(scan, over, last=last)
+        inputs = (*reads.values(), *carries, *stacks.values(), *slices)
+        around = Graph(inputs, (*leaf.finals, *leaf.whole.values()), [again.node, leaf.node], self.program.values)
+        node = self._outer(scan, number, reads, (*init, *over.values()), starts, (*finals, *whole.values()), around)
+        return _Made(node, finals, {}, whole), Part(again.node, leaf.node, part.kept, names)
 
     def _inside(self, operands: Iterable[Operand]) -> dict[int, int]:
         """Names in the body of a scan over segments for what its scans read."""
         return {x: self.program.fresh(x) for x in dict.fromkeys(operands) if isinstance(x, int)}
 
     def _outer(
-        self, scan: _Scan, reads: Names, carries: Sequence[Operand], xs: Iterable[int], outputs: tuple[int, ...], body: Graph
+        self,
+        scan: _Scan,
+        number: int,
+        reads: Names,
+        carries: Sequence[Operand],
+        xs: Iterable[Operand],
+        outputs: tuple[int, ...],
+        body: Graph,
     ) -> Node:
-        """A scan over segments; ``scan``: what it is made of."""
+        """A scan over the segments of a part; ``scan``: what it is made of."""
+        part = self.parts[number]
         return replace(
             scan.node,
             id=self.program.new_id(),
             inputs=(*reads, *carries, *xs),
             outputs=outputs,
             bodies=(body,),
-            trips=self.segments,
+            trips=part.count // part.segment,
             num_consts=len(reads),
             num_carry=len(carries),
-            window=Window(self.trips, self.of_head, each=self.split.segment),
+            window=Window(self.trips, self.first[number], each=part.segment),
         )

@@ -35,8 +35,7 @@ def choices(
         keep, what = level.kept[b], Keep(level.kept[b], level.offloaded & remat.values_of(b), dict(level.splits).get(b))
         size = {v: value_bytes(remat.graph.values[v]) / pieces(v) * block.count for v in {*(keep or ()), *block.residuals}}
         if b in trips:
-            away = level.offloaded
-            told = trips[b].option(trips[b].trip(keep, away), what.split, trips[b].trip(what.split.kept, away) if what.split else None)
+            told = trips[b].option(keep, what.split, level.offloaded)
             kept, again, seconds = told.kept_bytes, told.peak_bytes, told.seconds
         else:
             kept, again = held[number][b] if b in turns else _of_residuals(block, level, keep, size)

@@ -287,11 +287,11 @@ class Remat:
                 extra[node.id] = extra.get(node.id, 0) + self.groups.times[node.id] * trips // of
 
         for b in {*chosen, *splits}:
-            block, tail = self.blocks[b], splits[b].tail if b in splits else 0
-            for keep, trips in ((chosen.get(b), block.count - tail), (splits[b].kept if tail else None, tail)):
-                run(closure(block, keep)[0] if keep is not None else (), trips, block.count)
-            if b in splits and splits[b].segment > 1:
-                run((n for node in block.forward for n in with_bodies(node)), block.count - tail, block.count)
+            block = self.blocks[b]
+            for part in splits.get(b, Split()).parts(block.count, chosen.get(b)):
+                run(closure(block, part.kept)[0] if part.kept is not None else (), part.count, block.count)
+                if part.segment > 1:
+                    run((n for node in block.forward for n in with_bodies(node)), part.count, block.count)
         for rerun in find_reruns(self.blocks, chosen, level.remade):
             run(everything_in(rerun))
         return extra

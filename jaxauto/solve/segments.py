@@ -1,26 +1,30 @@
 """What a scan costs when its trips differ (``rewrite/split.py``): options of the chain's dynamic programme (``chain.py``).
 
-Of n trips, t are the tail, which keeps A; the others keep B, in k segments of m trips, k·m = n − t. A trip keeps R bytes and makes
-T again in a seconds (with what stacking R takes); its carries are c bytes, its forward pass takes f seconds:
+A scan is cut into parts, in the order of the forward pass: part i has n_i trips in segments of m_i. A trip of it keeps R_i bytes and
+makes T_i again in a_i seconds (with what stacking R_i takes); carries are c bytes, a trip's forward pass takes f seconds:
 
-    between the passes      t·R_A + k·c                            m > 1
-                            t·R_A + (n − t)·R_B                    m = 1
-    while the tail runs     that + T_A
-    while the head runs     that − t·R_A + m·R_B·[m > 1] + T_B
-    seconds                 t·a_A + (n − t)·(a_B + f·[m > 1])
+    between the passes        K = Σ n_i·R_i                m_i = 1
+                              K = Σ n_i/m_i · c            m_i > 1
+    while part i runs back    K_i + m_i·R_i·[m_i > 1] + T_i        K_i: of the parts up to i
+    seconds                   Σ n_i·(a_i + f·[m_i > 1])
 
-All t and m, and all pairs of what the levels keep, are worked out at once; what another one beats in seconds and bytes is left out.
+Cuts that are worked out, for all pairs of what the levels keep, all at once; of these what nothing beats in bytes and seconds is offered:
+- two parts, without segments: each trip is run again by itself, or some are not at all
+- equal segments, and a part that is not run again at the end
+- up to ``_PARTS`` parts of one segment each, shorter each time by what the carries between them take, and such a part at the end
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxauto.blocks import Block, closure
 from jaxauto.core import Split
+from jaxauto.core import Trips as Part
 from jaxauto.cost.compute import traffic_seconds
 from jaxauto.cost.stacks import PASSES
 from jaxauto.graph import value_bytes
@@ -29,7 +33,8 @@ from jaxauto.solve.chain import Option
 from jaxauto.solve.remat import Remat
 
 _STEP = 0.02  # of the bytes: options nearer than that are one
-_LONG = 256  # trips: of longer scans the tail is a multiple of an even share of them
+_LONG = 256  # trips: of longer scans parts are multiples of an even share of them
+_PARTS = 4
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,15 @@ class Trip:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Costs:
+    """For each of some cuts: bytes between the passes, bytes on top of those at the most, seconds."""
+
+    kept: np.ndarray
+    peak: np.ndarray
+    seconds: np.ndarray
+
+
 class Trips:
     """The scan of a block, for one sharding; ``pieces``: value → in how many pieces it lies on the mesh."""
 
@@ -60,90 +74,132 @@ class Trips:
         forward = block.scan[0]
         stacked = dict(zip(forward.outputs, forward.bodies[0].outputs, strict=True))
         self.always = {stacked[y] for y in own_stacks(*block.scan, block.graph)} - {*block.residuals}  # carries mostly
+        self.apart = remat.chip.platform == "gpu"  # see ``liveness.fill_together``
         self.carries = forward.bodies[0].inputs[forward.num_consts :][: forward.num_carry]
         self.carry_bytes = sum(map(self.bytes_of, self.carries))
         self.forward_seconds = sum(map(self.seconds_of, block.forward))
 
     def bytes_of(self, number: int) -> float:
+        """On one device."""
         return value_bytes(self.remat.graph.values[number]) / self.pieces(number)
 
     def seconds_of(self, node) -> float:
+        """Of one run on one device."""
         return self.remat.again_seconds(node) / max(self.pieces(node.outputs[0]), 1.0) if node.outputs else 0.0
-
-    def trip(self, kept: frozenset[int] | None, away: frozenset[int] = frozenset()) -> Trip:
-        """``away``: values in the host's memory."""
-        if kept is None:
-            left = {*self.block.residuals, *self.always} - away
-            held = sum(map(self.bytes_of, left))
-            return Trip(None, held, sum(self.bytes_of(v) for v in self.block.residuals if v in away), self.moved(held))
-        nodes, reads = closure(self.block, kept)
-        held = {*kept, *self.always, *(v for v in reads if v in self.carries)} - away
-        made = sum(self.bytes_of(v) for v in self.block.residuals if v not in held)
-        there = sum(map(self.bytes_of, held))
-        return Trip(kept, there, made, sum(map(self.seconds_of, nodes)) + self.moved(there))
 
     def moved(self, bytes_: float) -> float:
         """Seconds that stacking takes: written, and read by the backward pass."""
         return float(traffic_seconds(PASSES[self.remat.chip.platform] * bytes_, self.remat.chip))
 
-    def option(self, head: Trip, split: Split | None = None, tail: Trip | None = None) -> Option:
-        """What the scan costs, its head kept as ``head`` says."""
-        m, t = (split.segment, split.tail) if split else (1, 0)
-        kept, peak, seconds = self.costs(np.array([m]), np.array([t]), head, tail or head)
-        return Option(float(kept[0]), float(peak[0]), float(seconds[0]), Keep(head.kept, split=split))
+    def trip(self, kept: frozenset[int] | None, away: frozenset[int] = frozenset()) -> Trip:
+        """``away``: values in the host's memory."""
+        nodes, reads = closure(self.block, kept) if kept is not None else ((), ())
+        held = {*(self.block.residuals if kept is None else kept), *self.always, *(v for v in reads if v in self.carries)} - away
+        made = sum(self.bytes_of(v) for v in self.block.residuals if v not in held)
+        there = sum(map(self.bytes_of, held))
+        return Trip(kept, there, made, sum(map(self.seconds_of, nodes)) + self.moved(there))
 
-    def costs(self, m: np.ndarray, t: np.ndarray, head: Trip, tail: Trip) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Bytes kept, bytes on top of those while it runs backward, and seconds; ``[splits]``."""
-        n, nested = self.block.count, m > 1
-        between = np.where(nested, (n - t) / m * self.carry_bytes, (n - t) * head.held)
-        kept = between + t * tail.held
-        peak = np.maximum((t > 0) * tail.again, np.where(nested, m * head.held, 0.0) + head.again - t * tail.held)
-        return kept, np.maximum(peak, 0.0), t * tail.seconds + (n - t) * (head.seconds + nested * self.forward_seconds)
+    def option(self, kept: frozenset[int] | None, split: Split | None = None, away: frozenset[int] = frozenset()) -> Option:
+        """What the scan costs with one split, or none; ``kept``: of its head."""
+        parts = (split or Split()).parts(self.block.count, kept)
+        count, segment = np.array([[[part.count], [part.segment]] for part in parts]).swapaxes(0, 1)
+        costs = self.costs(count, segment, [self.trip(part.kept, away) for part in parts])
+        return Option(float(costs.kept[0]), float(costs.peak[0]), float(costs.seconds[0]), Keep(kept, split=split))
+
+    def costs(self, count: np.ndarray, segment: np.ndarray, trips: Sequence[Trip]) -> Costs:
+        """Of cuts into parts, ``count`` and ``segment`` ``[parts, cuts]``; parts of no trips are none. ``trips``: one of each part."""
+        held, again, seconds = (np.array([[getattr(trip, name)] for trip in trips]) for name in ("held", "again", "seconds"))
+        nested = segment > 1
+        before = np.cumsum(np.where(nested, count / segment * self.carry_bytes, count * held), axis=0)
+        during = np.where(count > 0, before + nested * segment * held + again, 0.0).max(axis=0)
+        return Costs(before[-1], np.maximum(during - before[-1], 0.0), (count * (seconds + nested * self.forward_seconds)).sum(axis=0))
 
     def splits(self, ways: Sequence[frozenset[int] | None]) -> list[Option]:
         """Options that split the scan; ``ways``: what its parts may keep."""
         trips = [self.trip(kept) for kept in dict.fromkeys(ways)]
-        m, t = _shapes(self.block.count)
-        found: list[tuple[np.ndarray, ...]] = []
-        for h, head in enumerate(trips):
-            for a, tail in enumerate(trips):
-                which = np.nonzero(((t > 0) | (a == 0)) & ((m > 1) | (a != h)))[0]
-                found.append((*self.costs(m[which], t[which], head, tail), which, np.full(len(which), h), np.full(len(which), a)))
-        kept, peak, seconds, which, heads, tails = (np.concatenate(column) for column in zip(*found, strict=True))
-        best = np.union1d(_front(kept + peak, seconds), _front(kept, seconds))
-        return [
-            Option(
-                float(kept[k]),
-                float(peak[k]),
-                float(seconds[k]),
-                Keep(trips[heads[k]].kept, split=self._split(m[w], t[w], trips[tails[k]])),
-            )
-            for k, w in zip(best.tolist(), which[best].tolist(), strict=True)
-        ]
+        tables = [table for head in trips for tail in trips for table in self._tables(head, tail, alone=tail is trips[0])]
+        if not tables:
+            return []
+        kept, peak, seconds = (np.concatenate([getattr(t.costs, name) for t in tables]) for name in ("kept", "peak", "seconds"))
+        ends = np.cumsum([table.count.shape[1] for table in tables])
+        found: list[Option] = []
+        for k in np.union1d(_front(kept + peak, seconds), _front(kept, seconds)).tolist():
+            table = tables[number := int(np.searchsorted(ends, k, side="right"))]
+            at = k - int(ends[number]) + table.count.shape[1]
+            found.append(Option(float(kept[k]), float(peak[k]), float(seconds[k]), table.keep(at)))
+        return found
 
-    @staticmethod
-    def _split(segment: int, tail: int, keeps: Trip) -> Split:
-        return Split(int(tail), int(segment), keeps.kept if tail else None)
+    def _tables(self, head: Trip, tail: Trip, *, alone: bool) -> Iterator[_Table]:
+        """Cuts whose last part keeps what ``tail`` does; ``alone``: and those that have no such part."""
+        n = self.block.count
+        less = self.carry_bytes / head.held if head.held else 0.0
+        shorter = itertools.product(range(1, _PARTS + 1), (less, less + 0.5, less + 1) if self.apart else (less,))
+        cuts = [*([_pairs(n)] if head is not tail else []), _equal(n), *(_shorter(n, *by, apart=self.apart) for by in shorter)]
+        for count, segment in cuts:
+            which = np.nonzero((count[-1] > 0) | alone)[0]
+            count, segment = count[:, which], segment[:, which]
+            if len(which):
+                yield _Table(head, tail, count, segment, self.costs(count, segment, [head] * (len(count) - 1) + [tail]))
 
 
-def _shapes(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """All (segment, tail) of a scan of ``n`` trips."""
+@dataclass(frozen=True)
+class _Table:
+    """Cuts, ``[parts, cuts]``, and what they cost."""
+
+    head: Trip
+    tail: Trip
+    count: np.ndarray
+    segment: np.ndarray
+    costs: Costs
+
+    def keep(self, at: int) -> Keep:
+        """What one of them stands for."""
+        (_, first), *rest = zip(self.count[:, at].tolist(), self.segment[:, at].tolist(), strict=True)
+        keeps = [self.head.kept] * (len(rest) - 1) + [self.tail.kept]
+        parts = tuple(Part(count, segment, kept) for (count, segment), kept in zip(rest, keeps, strict=True) if count)
+        return Keep(self.head.kept, split=Split(first, parts))
+
+
+Cuts = tuple[np.ndarray, np.ndarray]  # trips and segments of each part, [parts, cuts]; the last is not run again, and may have no trips
+
+
+def _steps(n: int, least: int = 1) -> np.ndarray:
     step = -(-n // _LONG)
-    alone = np.arange(step, n, step)
-    m = np.concatenate([np.full(max(0, n // size - 1), size) for size in range(2, n // 2 + 1)] or [np.zeros(0, int)])
-    k = np.concatenate([np.arange(2, n // size + 1) for size in range(2, n // 2 + 1)] or [np.zeros(0, int)])
-    return np.concatenate([np.ones(len(alone), int), m]), np.concatenate([alone, n - k * m])
+    return np.arange(max(step, least), n, step)
+
+
+def _pairs(n: int) -> Cuts:
+    tail = _steps(n)
+    return np.stack([n - tail, tail]), np.ones((2, len(tail)), int)
+
+
+def _equal(n: int) -> Cuts:
+    """All of two segments or more."""
+    sizes = range(2, n // 2 + 1)
+    segment = np.concatenate([np.full(n // m - 1, m) for m in sizes] or [np.zeros(0, int)])
+    count = np.concatenate([m * np.arange(2, n // m + 1) for m in sizes] or [np.zeros(0, int)])
+    return np.stack([count, n - count]), np.stack([segment, np.ones_like(segment)])
+
+
+def _shorter(n: int, parts: int, less: float, *, apart: bool) -> Cuts:
+    """So many parts of one segment each, every one shorter by ``less`` trips than the one before; ``apart``: no two of equal length."""
+    tail = _steps(n)
+    ends = [((n - tail) * k / parts + less * k * (parts - k) / 2).round().astype(int) for k in range(parts + 1)]
+    count = np.diff(np.stack(ends), axis=0)
+    fits = (count > 1).all(axis=0)
+    if apart:
+        fits &= (np.diff(np.sort(np.concatenate([count, tail[None]]), axis=0), axis=0) > 0).all(axis=0)
+    count, tail = count[:, fits], tail[fits]
+    return np.concatenate([count, tail[None]]), np.concatenate([count, np.ones_like(tail)[None]])
 
 
 def _front(bytes_: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Indices of what nothing beats in both, from the fastest on, each with notably fewer bytes than the one before."""
+    """Indices of what nothing beats in both, from the fastest on, each with notably fewer bytes than the one before; and the least."""
     order = np.lexsort((bytes_, seconds))
     least = np.minimum.accumulate(bytes_[order])
-    first = np.concatenate([[True], bytes_[order][1:] < least[:-1]]) if len(order) else np.zeros(0, bool)
     found: list[int] = []
-    for k in order[first].tolist():
+    for k in order[np.concatenate([[True], bytes_[order][1:] < least[:-1]])].tolist():
         if not found or bytes_[k] < bytes_[found[-1]] * (1 - _STEP):
             found.append(k)
-    if len(order):
-        found.append(int(np.lexsort((seconds, bytes_))[0]))  # the least of all
-    return np.array(sorted(set(found)), int)
+    found.append(int(np.lexsort((seconds, bytes_))[0]))
+    return np.array(sorted({*found}), int)
