@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from jaxauto.blocks import closure
+from jaxauto.blocks import Block, closure
+from jaxauto.core import Split, Trips
 from jaxauto.graph import value_bytes
 from jaxauto.plan import RematDecision
 from jaxauto.solve.candidate import Candidate
@@ -18,30 +20,50 @@ def remat_decisions(remat: Remat, best: Candidate, in_paths: Sequence[str]) -> l
 
 
 def _of_residuals(remat: Remat, best: Candidate) -> list[RematDecision]:
-    decisions = []
-    rewritten = best.variant.rewritten
+    """Where the trips of a scan differ (``rewrite/split.py``) once for each part of it."""
+    decisions: list[RematDecision] = []
+    rewritten, splits = best.variant.rewritten, dict(best.variant.level.splits)
     offloaded = best.variant.offloaded & {rewritten.origin[n] for n in rewritten.host if n in rewritten.origin}
     for b, (block, kept) in enumerate(zip(remat.blocks, best.variant.kept, strict=True)):
-        again = {out for node in (closure(block, kept)[0] if kept is not None else ()) for out in node.outputs}
-        extra = {*(kept or ()), *(offloaded & remat.values_of(b) if block.scan else ())} - {*block.residuals}
-        for number in (*block.residuals, *sorted(extra)):
-            value = remat.graph.values[number]
-            node = value.producer
-            dropped = kept is not None and number in again and number not in kept
-            pieces = _pieces(best, number)
-            seconds = remat.node_seconds(node) / pieces * block.count if node is not None and not node.bodies else 0.0
-            decisions.append(
-                RematDecision(
-                    name=f"{block.name}: {node.scope + '/' if node and node.scope else ''}{node.prim if node else 'input'}",
-                    action="recomputed" if dropped else "offloaded" if number in offloaded else "kept",
-                    shape=value.shape if block.count == 1 else (block.count, *value.shape),
-                    dtype=str(value.dtype),
-                    bytes_=value_bytes(value) / pieces * block.count,
-                    seconds=seconds,
-                    source=node.source if node else "",
-                )
-            )
+        first = 0
+        for part in splits.get(b, Split()).parts(block.count, kept):
+            name = f"{block.name}[{first}:{first + part.count}]" if b in splits else block.name
+            decisions += _of_part(remat, best, b, replace(block, name=name, count=part.count), part, offloaded)
+            first += part.count
     return decisions
+
+
+def _of_part(remat: Remat, best: Candidate, b: int, block: Block, part: Trips, offloaded: frozenset[int]) -> list[RematDecision]:
+    """``block``: with the trips of the part for its own. In segments nothing lies between the passes but the carries they begin with."""
+    nested = part.segment > 1
+    again = {out for node in (closure(block, part.kept)[0] if part.kept is not None else ()) for out in node.outputs}
+    extra = {*(part.kept or ()), *(offloaded & remat.values_of(b) if block.scan else ())} - {*block.residuals}
+    found = []
+    for number in (*block.residuals, *sorted(extra)):
+        value = remat.graph.values[number]
+        node = value.producer
+        dropped = nested or (part.kept is not None and number in again and number not in part.kept)
+        pieces = _pieces(best, number)
+        seconds = remat.node_seconds(node) / pieces * block.count if node is not None and not node.bodies else 0.0
+        found.append(
+            RematDecision(
+                name=f"{block.name}: {node.scope + '/' if node and node.scope else ''}{node.prim if node else 'input'}",
+                action="recomputed" if dropped else "offloaded" if number in offloaded else "kept",
+                shape=value.shape if block.count == 1 else (block.count, *value.shape),
+                dtype=str(value.dtype),
+                bytes_=value_bytes(value) / pieces * block.count,
+                seconds=seconds,
+                source=node.source if node else "",
+            )
+        )
+    if nested and block.scan:
+        segments, body = block.count // part.segment, block.scan[0]
+        for number in body.bodies[0].inputs[body.num_consts :][: body.num_carry]:
+            value, bytes_ = remat.graph.values[number], value_bytes(remat.graph.values[number]) / _pieces(best, number) * segments
+            found.append(
+                RematDecision(f"{block.name}: carry of every segment", "kept", (segments, *value.shape), str(value.dtype), bytes_, 0.0)
+            )
+    return found
 
 
 def _of_state(remat: Remat, best: Candidate, in_paths: Sequence[str]) -> list[RematDecision]:

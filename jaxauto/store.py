@@ -16,7 +16,7 @@ import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxauto import frontend
-from jaxauto.core import Collective, Decisions, Estimate, Graph
+from jaxauto.core import Collective, Decisions, Estimate, Graph, Split, Trips
 from jaxauto.errors import ArgumentError, PlanMismatchError
 from jaxauto.export import export
 from jaxauto.options import device_mesh, is_here, mesh_axes
@@ -122,14 +122,25 @@ def _decisions(decisions: Decisions, graph: Graph | None) -> dict[str, Any]:
     return {
         "values": [{"value": n, **_name(n, graph), "sharding": s} for n, s in decisions.values.items()],
         "operands": [{"node": n, "operand": k, **_name(n, graph), "sharding": s} for (n, k), s in decisions.operands.items()],
-        "kept": [None if kept is None else [{"value": n, **_name(n, graph)} for n in sorted(kept)] for kept in decisions.kept],
+        "kept": [_kept(kept, graph) for kept in decisions.kept],
         "gathered_late": sorted(decisions.gathered_late),
         "finished": sorted(decisions.finished),
         "in_order": None if decisions.in_order is None else sorted(decisions.in_order),
         "made": [{"value": n, **_name(n, graph), "sharding": s} for n, s in decisions.made.items()],
         "offloaded": [{"value": n, **_name(n, graph)} for n in sorted(decisions.offloaded)],
         "remade": [{"value": n, "depth": depth, **_name(n, graph)} for n, depth in sorted(decisions.remade)],
+        "splits": [
+            {"block": b, "segment": s.segment, "rest": [_trips(t, graph) for t in s.rest]} for b, s in sorted(decisions.splits.items())
+        ],
     }
+
+
+def _kept(kept: frozenset[int] | None, graph: Graph | None) -> list | None:
+    return None if kept is None else [{"value": n, **_name(n, graph)} for n in sorted(kept)]
+
+
+def _trips(trips: Trips, graph: Graph | None) -> dict[str, Any]:
+    return {"count": trips.count, "segment": trips.segment, "kept": _kept(trips.kept, graph)}
 
 
 def _name(number: int, graph: Graph | None) -> dict[str, str]:
@@ -197,14 +208,23 @@ def _to_decisions(data: Mapping[str, Any]) -> Decisions:
     return Decisions(
         values={d["value"]: _to_sharding(d["sharding"]) for d in data["values"]},
         operands={(d["node"], d["operand"]): _to_sharding(d["sharding"]) for d in data["operands"]},
-        kept=tuple(None if kept is None else frozenset(d["value"] for d in kept) for kept in data["kept"]),
+        kept=tuple(_to_kept(kept) for kept in data["kept"]),
         gathered_late=frozenset((n, k) for n, k in data["gathered_late"]),
         finished=frozenset(data["finished"]),
         in_order=None if data.get("in_order") is None else frozenset(data["in_order"]),
         made={d["value"]: _to_sharding(d["sharding"]) for d in data.get("made", ())},
         offloaded=frozenset(d["value"] for d in data.get("offloaded", ())),
         remade=frozenset((d["value"], d.get("depth", 1)) for d in data.get("remade", ())),
+        splits={d["block"]: Split(d["segment"], tuple(map(_to_trips, d["rest"]))) for d in data.get("splits", ())},
     )
+
+
+def _to_kept(kept: list | None) -> frozenset[int] | None:
+    return None if kept is None else frozenset(d["value"] for d in kept)
+
+
+def _to_trips(data: Mapping[str, Any]) -> Trips:
+    return Trips(data["count"], data["segment"], _to_kept(data["kept"]))
 
 
 def _to_estimate(data: Mapping[str, Any]) -> Estimate:

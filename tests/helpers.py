@@ -12,18 +12,25 @@ import numpy as np
 from flax import nnx
 from zoo import MUTATING_STEPS, STEPS
 
+from jaxauto.graph import build, walk
+from jaxauto.trace import trace
+
 __all__ = [
     "MESHES",
     "MUTATING_STEPS",
     "SMOKE_STEPS",
     "STEPS",
     "TOLERANCES",
+    "assert_consistent",
     "assert_same_mutation",
     "assert_same_training",
     "copy_args",
+    "fingerprint",
+    "graph_of",
     "next_args",
     "precise",
     "tolerance_of",
+    "words",
 ]
 
 MESHES = {
@@ -157,3 +164,42 @@ def centred_rows(x):
     wide = x.astype(jnp.float32)
     centred = wide - jnp.mean(wide, -1, keepdims=True)
     return (centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+def graph_of(step, args):
+    return build(trace(step, args).jaxpr)
+
+
+def words(leaf):
+    return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+
+
+def fingerprint(graph):
+    return [(node.id, node.prim, node.inputs, node.outputs, node.links, len(node.bodies)) for node in walk(graph)], list(graph.values)
+
+
+def assert_consistent(graph):
+    """Producers, users and links are those of the nodes, and every value that a node reads is made before it in its own graph."""
+    users = {number: [] for number in graph.values}
+
+    def visit(g):
+        known = {*g.inputs, *g.consts}
+        for node in g.nodes:
+            assert {x for x in node.inputs if isinstance(x, int)} <= known
+            assert not known & set(node.outputs)
+            known |= set(node.outputs)
+            for x in node.inputs:
+                if isinstance(x, int):
+                    users[x].append(node)
+            assert all(graph.values[out].producer is node for out in node.outputs)
+            inside = {v for body in node.bodies for v in (*body.inputs, *body.outputs)}
+            for link in node.links:
+                assert {link.source, link.target} <= {*node.inputs, *node.outputs, *inside}
+            for body in node.bodies:
+                visit(body)
+        assert {x for x in g.outputs if isinstance(x, int)} <= known
+
+    visit(graph)
+    ids = [node.id for node in walk(graph)]
+    assert len(ids) == len(set(ids))
+    assert all(value.users == users[number] for number, value in graph.values.items())

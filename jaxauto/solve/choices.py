@@ -17,13 +17,19 @@ from jaxauto.solve.segments import Keep, Trips
 
 
 def choices(
-    remat: Remat, levels: Sequence[Level], pieces: Callable[[int], float], host_bandwidth: float | None = None
+    remat: Remat,
+    levels: Sequence[Level],
+    pieces: Callable[[int], float],
+    host_bandwidth: float | None = None,
+    *,
+    splitting: bool = False,
 ) -> list[list[Option]]:
-    """For each block an option for each level; of scans then those that split them, unless there is one level alone. See ``Option.what``.
+    """For each block an option for each level.
 
     Args:
       pieces: value → in how many pieces it lies on the mesh.
       host_bandwidth: bytes per second, if nothing hides what is sent to the host's memory and back.
+      splitting: of scans then those that split them.
     """
     turns = _turns(remat)
     owner = {v: b for b in turns for v in _inside(remat.blocks[b])}
@@ -47,7 +53,7 @@ def choices(
 
     found = [[option(b, number) for number in range(len(levels))] for b in range(len(remat.blocks))]
     ways = [level.kept for level in levels if not level.offloaded]
-    for b in remat.splittable if len(levels) > 1 and not any(level.remade for level in levels) else ():
+    for b in remat.splittable if splitting else ():
         found[b] += trips[b].splits([kept[b] for kept in ways])
     return found
 

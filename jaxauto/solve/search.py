@@ -166,12 +166,12 @@ class Search:
 
         Where scans can be split (``segments.py``), for the budget first.
         """
-        goals = (budget_bytes,) if self.remat.splittable else ()
-        goals += tuple(room * leanest.peak_bytes for room in _ROOMS) if len(self.remat.graph.values) < QUICK else ()
-        for goal in goals:
+        goals = [(budget_bytes, True)] * (True in self.splitting(levels))
+        goals += [(room * leanest.peak_bytes, False) for room in _ROOMS if len(self.remat.graph.values) < QUICK]
+        for goal, splitting in goals:
             if leanest.peak_bytes <= budget_bytes:
                 break
-            mixed = next(self.mixtures(leanest, levels, goal), None)
+            mixed = next(self.mixtures(leanest, levels, goal, splitting=splitting), None)
             if mixed is not None and mixed.peak_bytes < leanest.peak_bytes:
                 leanest, self.models[_MIXED] = mixed, mixed.model
         return leanest
@@ -302,8 +302,9 @@ class Search:
         assert found.best is not None
         started = time.monotonic()
         waits = (False, True) if any(level.offloaded for level in levels) else (False,)
-        for base, waiting in itertools.product(self._bases(found), waits):
-            mixed = fastest_of_first(self.mixtures(base, levels, budget_bytes, waiting=waiting), _PATIENCE)
+        for base, waiting, splitting in itertools.product(self._bases(found), waits, self.splitting(levels)):
+            mixtures = self.mixtures(base, levels, budget_bytes, waiting=waiting, splitting=splitting)
+            mixed = fastest_of_first(mixtures, _PATIENCE)
             mixed = mixed and self._descended(mixed, budget_bytes)
             if mixed is not None and mixed.seconds < found.best.seconds:
                 found.best, self.models[_MIXED] = mixed, mixed.model
@@ -336,6 +337,10 @@ class Search:
         make = functools.partial(self._keeping, best, offloaded=best.variant.offloaded)
         better = swapped(self.remat, best, make, budget_bytes, self.mesh.num_devices, self.out_of_time)
         return [] if better is best else [better, *self._anew(better, levels, budget_bytes)]
+
+    def splitting(self, levels: Sequence[Level]) -> tuple[bool, ...]:
+        """Whether to mix without splits, and with them."""
+        return (False, True) if self.remat.splittable and len(levels) > 1 and not any(level.remade for level in levels) else (False,)
 
     def _bases(self, found: Found) -> list[Candidate]:
         """Answers to let blocks differ in: the best one; where rewriting is quick of other levels too, and sharded as without pressure."""
@@ -390,17 +395,20 @@ class Search:
                 found.best = min(best, better, key=lambda c: c.seconds)
                 return
 
-    def mixtures(self, best: Candidate, levels: list[Level], budget_bytes: float, *, waiting: bool = False) -> Iterator[Candidate]:
+    def mixtures(
+        self, best: Candidate, levels: list[Level], budget_bytes: float, *, waiting: bool = False, splitting: bool = False
+    ) -> Iterator[Candidate]:
         """Each block keeps as much as some room allows, by the chain's dynamic programme: what fits, for less room each time.
 
         The programme's seconds are those of blocks one by one: what is best of little room can be faster than what is best of more.
 
         Args:
           waiting: transfers to the host's memory hide behind nothing.
+          splitting: scans can be split (``segments.py``).
         """
         if best.level == 0 or not self.remat.blocks:
             return
-        options = self.options(best, levels, waiting=waiting)
+        options = self.options(best, levels, waiting=waiting, splitting=splitting)
         held = sum(o[best.level].kept_bytes for o in options) + max(o[best.level].peak_bytes for o in options)
         most = sum(max(o.kept_bytes + o.peak_bytes for o in block) for block in options)
         room, least = min(budget_bytes - best.peak_bytes + held, most), least_budget(options)
@@ -429,7 +437,7 @@ class Search:
         level = replace(level, kept=kept, offloaded=offloaded, splits=level.splits if splits is None else splits)
         return self.candidate(self.model(self.remat.variant(level)), base.x, base.level)
 
-    def options(self, base: Candidate, levels: list[Level], *, waiting: bool = False) -> list[list[Option]]:
-        """For each block what it costs under each level, with the shardings of ``base``; ``waiting``: transfers hide behind nothing."""
+    def options(self, base: Candidate, levels: list[Level], *, waiting: bool = False, splitting: bool = False) -> list[list[Option]]:
+        """For each block what it costs under each level, with the shardings of ``base``; see ``mixtures``."""
         pieces = functools.cache(lambda number: float(shards(base.model.position(base.x, number)[None], self.mesh.sizes)[0]))
-        return choices(self.remat, levels, pieces, self.chip.host_bandwidth if waiting else None)
+        return choices(self.remat, levels, pieces, self.chip.host_bandwidth if waiting else None, splitting=splitting)

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_consistent, fingerprint, graph_of, words
 from jax import lax
 from zoo import STEPS
 
 from jaxauto.blocks import find_blocks
-from jaxauto.graph import build, walk
+from jaxauto.graph import walk
 from jaxauto.rewrite.evaluate import evaluator, jaxpr_of
 from jaxauto.rewrite.recompute import recompute
-from jaxauto.trace import trace
 
 EXAMPLES = (
     "mlp_bfloat16",
@@ -54,48 +54,9 @@ def every_other_block(blocks):
 KEPT = {"all residuals": residuals, "nothing": nothing, "some values": some, "every other block": every_other_block}
 
 
-def graph_of(step, args):
-    return build(trace(step, args).jaxpr)
-
-
 def rewritten(step, args, kept=nothing):
     graph = graph_of(step, args)
     return recompute(graph, kept(find_blocks(graph))).graph
-
-
-def words(leaf):
-    return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
-
-
-def fingerprint(graph):
-    return [(node.id, node.prim, node.inputs, node.outputs, node.links, len(node.bodies)) for node in walk(graph)], list(graph.values)
-
-
-def assert_consistent(graph):
-    """Producers, users and links are those of the nodes, and every value that a node reads is made before it in its own graph."""
-    users = {number: [] for number in graph.values}
-
-    def visit(g):
-        known = {*g.inputs, *g.consts}
-        for node in g.nodes:
-            assert {x for x in node.inputs if isinstance(x, int)} <= known
-            assert not known & set(node.outputs)
-            known |= set(node.outputs)
-            for x in node.inputs:
-                if isinstance(x, int):
-                    users[x].append(node)
-            assert all(graph.values[out].producer is node for out in node.outputs)
-            inside = {v for body in node.bodies for v in (*body.inputs, *body.outputs)}
-            for link in node.links:
-                assert {link.source, link.target} <= {*node.inputs, *node.outputs, *inside}
-            for body in node.bodies:
-                visit(body)
-        assert {x for x in g.outputs if isinstance(x, int)} <= known
-
-    visit(graph)
-    ids = [node.id for node in walk(graph)]
-    assert len(ids) == len(set(ids))
-    assert all(value.users == users[number] for number, value in graph.values.items())
 
 
 @pytest.mark.parametrize("kept", KEPT)

@@ -1,0 +1,163 @@
+"""Scans whose trips differ: the same results, nothing copied, and in memory what the segments promise."""
+
+from __future__ import annotations
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_consistent, fingerprint, graph_of, words
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zoo import STEPS
+
+from jaxauto.blocks import find_blocks
+from jaxauto.core import Split, Trips
+from jaxauto.graph import walk
+from jaxauto.rewrite.evaluate import evaluator, jaxpr_of
+from jaxauto.rewrite.recompute import recompute
+from jaxauto.rewrite.split import can_split
+
+LENGTH = 12
+
+
+def layers(*, reverse=False, metrics=False, keys=False):
+    """A scan over layers, with a weight that all of them share, a counter, and what was asked for."""
+
+    def loss(params, x):
+        def layer(carry, inputs):
+            x, count = carry
+            w, key = inputs
+            h = jnp.tanh(x @ w) * params["scale"]
+            if keys:
+                h = jnp.where(jax.random.bernoulli(jax.random.wrap_key_data(key), 0.8, h.shape), h, 0.0)
+            return (x + jnp.sin(h @ w.T), count + 1), (jnp.mean(h, axis=0) if metrics else None)
+
+        keyed = jax.random.key_data(jax.random.split(jax.random.key(0), LENGTH))
+        (x, count), means = jax.lax.scan(layer, (x, 0), (params["w"], keyed), reverse=reverse)
+        return jnp.sum(x**2) / count + (jnp.sum(means**3) if metrics else 0.0), means
+
+    def step(params, x):
+        (value, means), grads = jax.value_and_grad(loss, has_aux=True)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": value, "means": means}
+
+    w = 0.3 * jax.random.normal(jax.random.key(1), (LENGTH, 8, 8))
+    return step, ({"w": w, "scale": jnp.ones(8)}, jax.random.normal(jax.random.key(2), (4, 8)))
+
+
+CASES = {
+    "layers": layers,
+    "backwards": lambda: layers(reverse=True),
+    "stacks that others read": lambda: layers(metrics=True),
+    "those backwards": lambda: layers(reverse=True, metrics=True),
+    "keys": lambda: layers(keys=True),
+    "recurrent": STEPS["recurrent_scan"],
+    "accumulated": STEPS["gradient_accumulation"],
+}
+
+
+def splits(trips, made, seed):
+    """One that is as written, segments, one segment, parts of each kind, in random order and keeping something else each."""
+    rng = random.Random(seed)
+    parts, left = [], trips
+    while left:
+        count = rng.randint(1, left)
+        segment = rng.choice([m for m in range(1, count + 1) if count % m == 0])
+        kept = rng.choice([None, frozenset(), frozenset(v for v in made if rng.random() < 0.4)])
+        parts.append(Trips(count, segment, kept))
+        left -= count
+    first, *rest = parts
+    return Split(first.segment, tuple(rest)), first.kept
+
+
+def split_program(graph, seed):
+    blocks = find_blocks(graph)
+    kept, chosen = {}, {}
+    for number, block in enumerate(blocks):
+        if can_split(blocks, number):
+            chosen[number], keep = splits(block.count, block.made, seed)
+            kept |= {number: keep} if keep is not None else {}
+    return recompute(graph, kept, splits=chosen), chosen
+
+
+def assert_alike(expected, actual, exactly=False):
+    for want, got in zip(expected, actual, strict=True):
+        assert got.dtype == want.dtype
+        atol = 0 if exactly else 1e-5 * max(float(np.abs(words(want)).max()), 1e-30)
+        np.testing.assert_allclose(words(got), words(want), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_results_and_structure(name, seed):
+    step, args = CASES[name]()
+    graph = graph_of(step, args)
+    before = fingerprint(graph)
+    result, chosen = split_program(graph, seed)
+    assert chosen and fingerprint(graph) == before
+    assert_consistent(result.graph)
+    assert set(result.origin) == set(result.graph.values) - set(graph.values)
+    for new, old in result.origin.items():
+        assert result.graph.values[new].shape[new in result.stacked :] == graph.values[old].shape
+    assert [v.aval for v in jaxpr_of(result.graph).jaxpr.outvars] == [v.aval for v in jaxpr_of(graph).jaxpr.outvars]
+    leaves = jax.tree.leaves(args)
+    assert_alike(jax.jit(evaluator(graph))(*leaves), jax.jit(evaluator(result.graph))(*leaves))
+
+
+@pytest.mark.parametrize("name", ["stacks that others read", "keys"])
+def test_bit_for_bit_without_fusion(name):
+    """Operation by operation a layer that runs again makes what it made."""
+    step, args = CASES[name]()
+    graph, leaves = graph_of(step, args), jax.tree.leaves(args)
+    split = Split(2, (Trips(3, 3, frozenset()), Trips(3)))
+    result = recompute(graph, {0: frozenset()}, splits={0: split}).graph
+    with jax.disable_jit():
+        assert_alike(evaluator(graph)(*leaves), evaluator(result)(*leaves), exactly=True)
+
+
+def test_what_lies_between_the_passes():
+    """Of 12 trips: 3 segments of 2, one of 2, and 4 that keep all; the stacks of the loops in the order that they run."""
+    step, args = layers()
+    graph = graph_of(step, args)
+    result = recompute(graph, {}, splits={0: Split(2, (Trips(2, 2), Trips(4)))}).graph
+    loops = [node for node in result.nodes if node.prim == "scan"]
+    stacked = [{result.values[y].shape[0] for y in node.outputs[node.num_carry :] if result.values[y].shape} for node in loops]
+    assert stacked == [{3}, set(), {4}, {LENGTH}, {2}, {LENGTH}, set()]
+    assert [node.trips for node in loops] == [3, 2, 4, 4, 2, 2, 3]
+    assert [[(n.trips, n.backward) for n in node.bodies[0].nodes if n.prim == "scan"] for node in loops[::6]] == [
+        [(2, False)],
+        [(2, True), (2, True)],
+    ]
+
+
+def test_weights_are_not_cut_and_gradients_are_written_in_place():
+    """A compiled split makes no second stack of the weights' size, whatever the parts."""
+    step, args = layers()
+    graph = graph_of(step, args)
+    result = recompute(graph, {0: frozenset()}, splits={0: Split(2, (Trips(2, 2, frozenset()), Trips(4, 1, frozenset())))}).graph
+    whole = [node for node in walk(result) for out in node.outputs if result.values[out].shape == (LENGTH, 8, 8) and not node.bodies]
+    assert {node.prim for node in whole} == {"broadcast_in_dim", "sub", "mul"}  # the zeros, and the update
+    assert not [node for node in walk(result) if node.prim in ("slice", "dynamic_slice", "concatenate", "dynamic_update_slice")]
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        (Split(5), "12 trips in segments of 5"),
+        (Split(1, (Trips(12),)), "0 trips"),
+        (Split(1, (Trips(3, 2),)), "3 trips in segments of 2"),
+    ],
+)
+def test_splits_that_cannot_be(split, message):
+    graph = graph_of(*layers())
+    with pytest.raises(ValueError, match=message):
+        recompute(graph, {}, splits={0: split})
+
+
+def test_a_straight_block_cannot_be_split():
+    graph = graph_of(*STEPS["transformer_loop"]())
+    with pytest.raises(ValueError, match="block 0 cannot be split: it is no scan"):
+        recompute(graph, {}, splits={0: Split(1)})
