@@ -336,13 +336,14 @@ class Trips:
 
     Attributes:
       count: how many.
-      segment: they are run again that many together, and what they keep is there while that segment goes backward; between the
-        passes are the carries that segments begin with. 1: each by itself. Divides ``count``.
+      segments: how many of them are run again together: between the passes are the carries that such segments begin with, and what
+        they keep is there while one goes backward. More numbers: a segment is cut into shorter ones while it is run again, and so on.
+        Each divides the one before, the first ``count``. (): they keep what they keep.
       kept: values of the body as written that they keep; None: as written.
     """
 
     count: int
-    segment: int = 1
+    segments: tuple[int, ...] = ()
     kept: frozenset[int] | None = None
 
 
@@ -351,16 +352,16 @@ class Split:
     """A scan whose trips are not all alike for the backward pass.
 
     Attributes:
-      segment: of its head, the trips that are not in ``rest``: they come first, and keep what the block of the scan does.
+      segments: of its head, the trips that are not in ``rest``: they come first, and keep what the block of the scan does.
       rest: the others, in the order of the forward pass.
     """
 
-    segment: int = 1
+    segments: tuple[int, ...] = ()
     rest: tuple[Trips, ...] = ()
 
     def parts(self, trips: int, kept: frozenset[int] | None) -> tuple[Trips, ...]:
         """All trips of a scan of so many, whose block keeps ``kept``."""
-        return (Trips(trips - sum(part.count for part in self.rest), self.segment, kept), *self.rest)
+        return (Trips(trips - sum(part.count for part in self.rest), self.segments, kept), *self.rest)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def _of_residuals(remat: Remat, best: Candidate) -> list[RematDecision]:
 
 def _of_part(remat: Remat, best: Candidate, b: int, block: Block, part: Trips, offloaded: frozenset[int]) -> list[RematDecision]:
     """``block``: with the trips of the part for its own. In segments nothing lies between the passes but the carries they begin with."""
-    nested = part.segment > 1
+    nested = bool(part.segments)
     again = {out for node in (closure(block, part.kept)[0] if part.kept is not None else ()) for out in node.outputs}
     extra = {*(part.kept or ()), *(offloaded & remat.values_of(b) if block.scan else ())} - {*block.residuals}
     found = []
@@ -57,7 +57,7 @@ def _of_part(remat: Remat, best: Candidate, b: int, block: Block, part: Trips, o
             )
         )
     if nested and block.scan:
-        segments, body = block.count // part.segment, block.scan[0]
+        segments, body = block.count // part.segments[0], block.scan[0]
         for number in body.bodies[0].inputs[body.num_consts :][: body.num_carry]:
             value, bytes_ = remat.graph.values[number], value_bytes(remat.graph.values[number]) / _pieces(best, number) * segments
             found.append(

@@ -130,7 +130,7 @@ def _decisions(decisions: Decisions, graph: Graph | None) -> dict[str, Any]:
         "offloaded": [{"value": n, **_name(n, graph)} for n in sorted(decisions.offloaded)],
         "remade": [{"value": n, "depth": depth, **_name(n, graph)} for n, depth in sorted(decisions.remade)],
         "splits": [
-            {"block": b, "segment": s.segment, "rest": [_trips(t, graph) for t in s.rest]} for b, s in sorted(decisions.splits.items())
+            {"block": b, "segments": s.segments, "rest": [_trips(t, graph) for t in s.rest]} for b, s in sorted(decisions.splits.items())
         ],
     }
 
@@ -140,7 +140,7 @@ def _kept(kept: frozenset[int] | None, graph: Graph | None) -> list | None:
 
 
 def _trips(trips: Trips, graph: Graph | None) -> dict[str, Any]:
-    return {"count": trips.count, "segment": trips.segment, "kept": _kept(trips.kept, graph)}
+    return {"count": trips.count, "segments": trips.segments, "kept": _kept(trips.kept, graph)}
 
 
 def _name(number: int, graph: Graph | None) -> dict[str, str]:
@@ -215,7 +215,7 @@ def _to_decisions(data: Mapping[str, Any]) -> Decisions:
         made={d["value"]: _to_sharding(d["sharding"]) for d in data.get("made", ())},
         offloaded=frozenset(d["value"] for d in data.get("offloaded", ())),
         remade=frozenset((d["value"], d.get("depth", 1)) for d in data.get("remade", ())),
-        splits={d["block"]: Split(d["segment"], tuple(map(_to_trips, d["rest"]))) for d in data.get("splits", ())},
+        splits={d["block"]: Split(tuple(d["segments"]), tuple(map(_to_trips, d["rest"]))) for d in data.get("splits", ())},
     )
 
 
@@ -224,7 +224,7 @@ def _to_kept(kept: list | None) -> frozenset[int] | None:
 
 
 def _to_trips(data: Mapping[str, Any]) -> Trips:
-    return Trips(data["count"], data["segment"], _to_kept(data["kept"]))
+    return Trips(data["count"], tuple(data["segments"]), _to_kept(data["kept"]))
 
 
 def _to_estimate(data: Mapping[str, Any]) -> Estimate:

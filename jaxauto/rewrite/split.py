@@ -8,7 +8,8 @@ trips are run again in the backward pass, k segments of m trips, and become scan
 
 k carries lie between the passes, the residuals of m trips while a segment goes backward, and the part runs forward once more: the
 square-root schedule (Chen et al., arXiv 1604.06174). Parts that get shorter, the last of them an ordinary pair, are Rotor's optimum for one
-more forward pass (Beaumont et al., Inria RR-9302). One segment alone runs again from the carries that the part began with.
+more forward pass (Beaumont et al., Inria RR-9302). One segment alone runs again from the carries that the part began with. What is run
+again can be cut into segments in its turn.
 
 No stack is cut: weights are read, and their gradients written, where they are (``core.Window``).
 """
@@ -60,10 +61,11 @@ def check_split(blocks: Sequence[Block], number: int, split: Split) -> None:
     if not can_split(blocks, number):
         raise ValueError(f"block {number} cannot be split: it is no scan with a backward scan of its own")
     for part in split.parts(blocks[number].count, None):
-        if part.count < 1 or part.segment < 1 or part.count % part.segment:
+        lengths = (part.count, *part.segments)
+        if part.count < 1 or any(b < 1 or a % b or (a == b and k) for k, (a, b) in enumerate(itertools.pairwise(lengths))):
             raise ValueError(
                 f"block {number} of {blocks[number].count} trips cannot be split so: "
-                f"a part has {part.count} trips in segments of {part.segment}"
+                f"a part has {part.count} trips in segments of {' and '.join(map(str, part.segments)) or 'none'}"
             )
 
 
@@ -97,22 +99,38 @@ class _Scan:
 
 @dataclass(frozen=True)
 class _Made:
-    """A scan, and what its results are of what the scan as written returns. ``starts``: the carries that its segments begin with."""
+    """A scan, and what its results are of what the scan as written returns.
+
+    Attributes:
+      starts: the carries that it, or its segments, begin with. names: what the values of its body as written are called.
+    """
 
     node: Node
     finals: tuple[int, ...]
     own: Names
     whole: Names
     starts: tuple[Operand, ...] = ()
+    names: Names = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class _Range:
-    """Trips of a scan: the first slice that they read, how many there are, and the body if it is a copy."""
+    """Trips of a scan: the first slice that they read, how many there are, in what segments, and the number of their part."""
 
     first: int
     count: int
-    body: Graph | None = None
+    segments: tuple[int, ...]
+    part: int
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is one segment."""
+        return self.segments[:1] == (self.count,)
+
+    def inside(self) -> _Range:
+        """What one of its segments is."""
+        first = self.first if self.alone else 0
+        return replace(self, first=first, count=self.segments[0], segments=self.segments[1:])
 
 
 class _Splitting:
@@ -123,24 +141,25 @@ class _Splitting:
         forward, backward = (program.nodes[node.id] for node in block.scan)
         self.forward, self.backward = _Scan(forward, own_stacks(*block.scan, block.graph)), _Scan(backward)
         ends = list(itertools.accumulate(part.count for part in parts))
-        self.first = [block.count - end if forward.reverse else end - part.count for part, end in zip(parts, ends, strict=True)]
+        first = [block.count - end if forward.reverse else end - part.count for part, end in zip(parts, ends, strict=True)]
+        self.ranges = [_Range(at, part.count, part.segments, k) for k, (at, part) in enumerate(zip(first, parts, strict=True))]
 
     def run(self) -> list[Part]:
         going, coming = self._zeros(self.forward, backward=False), self._zeros(self.backward, backward=True)
         ahead, behind = [*going.values()], [*coming.values()]
         init, over = self.forward.init, {y: node.outputs[0] for y, node in going.items()}
-        made: list[tuple[_Made, Names]] = []
-        for number in range(len(self.parts)):
-            made.append(self._forward(number, init, over))
-            init, over = made[-1][0].finals, made[-1][0].whole
-            ahead.append(made[-1][0].node)
+        made: list[_Made] = []
+        for part in self.ranges:
+            made.append(self._forward(part, init, over, last=part is self.ranges[-1]))
+            init, over = made[-1].finals, made[-1].whole
+            ahead.append(made[-1].node)
         init, over = self.backward.init, {y: node.outputs[0] for y, node in coming.items()}
         found: list[Part] = []
-        for number in reversed(range(len(self.parts))):
-            nodes, back, part = self._backward(number, *made[number], init, over)
+        for part in reversed(self.ranges):
+            nodes, back, pair = self._backward(part, made[part.part], init, over, last=part is self.ranges[0])
             init, over = back.finals, back.whole
             behind += nodes
-            found.append(part)
+            found.append(pair)
         self._put(self.forward.node, ahead)
         self._put(self.backward.node, behind)
         return found
@@ -154,53 +173,70 @@ class _Splitting:
         self.graph.nodes[place : place + 1] = new
         self.program.stands_for.update((node.id, old.id) for node in new)
 
-    def _forward(self, number: int, init: Sequence[Operand], over: Names) -> tuple[_Made, Names]:
-        """The forward pass of a part, and what the values of its body are called. The first has the body as written."""
-        part, last = self.parts[number], number == len(self.parts) - 1
-        body, names = self.program.body_again(self.forward.body, backward=False) if number else (None, {})
-        if part.segment in (1, part.count):
-            alone = part.segment == 1 or part.count == 1
-            made = self._leaf(self.forward, _Range(self.first[number], part.count, body), init, over, own=alone, last=last)
-            return replace(made, starts=tuple(init)), names
-        return self._segments_forward(number, body, init, over, last=last), names
+    # ------------------------------------------------------------------------------------------------- one after the other
 
-    def _backward(self, number: int, made: _Made, names: Names, init: Sequence[Operand], over: Names) -> tuple[list[Node], _Made, Part]:
-        """Nodes of the backward pass of a part, the last of them, and the pair in it. The first part has the body as written."""
-        part, last = self.parts[number], number == 0
-        body = self.program.body_again(self.backward.body)[0] if number else None
-        where = _Range(self.first[number], part.count, body)
-        if part.segment == 1:
-            back = self._leaf(self.backward, where, init, over, reads=made.own, last=last)
-            stacks = {names.get(x, x): y for y, x in self.forward.whole.items() if isinstance(x, int)}
-            return [back.node], back, Part(made.node, back.node, part.kept, names, stacks)
-        if part.segment == part.count:
-            barrier, starts, init = self._later(made.starts, init)
-            again, names = self._again(_Range(self.first[number], part.count), starts, {})
-            back = self._leaf(self.backward, where, init, over, reads=again.own, last=last)
-            return [*barrier, again.node, back.node], back, Part(again.node, back.node, part.kept, names)
-        back, pair = self._segments_backward(number, body, made.starts, init, over, last=last)
-        return [back.node], back, pair
+    def _forward(
+        self, part: _Range, init: Sequence[Operand], over: Names, *, reads: Names | None = None, again: bool = False, last: bool = False
+    ) -> _Made:
+        """The forward pass of some trips. The first part has the body as written. ``again``: in the backward pass, with a copy."""
+        if part.segments and not part.alone:
+            return self._segments_forward(part, init, over, reads or {}, again=again, last=last)
+        body, names = self.program.body_again(self.forward.body, backward=again) if again or part.part else (None, {})
+        made = self._leaf(self.forward, part, body, init, over, reads=reads, own=not part.segments, last=last)
+        made.node.backward = again
+        return replace(made, starts=tuple(init), names=names)
 
-    # ------------------------------------------------------------------------------------------------------- parts of a scan
+    def _backward(
+        self, part: _Range, made: _Made, init: Sequence[Operand], over: Names, *, reads: Names | None = None, last: bool = False
+    ) -> tuple[list[Node], _Made, Part]:
+        """The backward pass of some trips: nodes, the last of them, and the pair in it. ``reads``: names in a scan around it."""
+        if part.segments and not part.alone:
+            return self._segments_backward(part, made.starts, init, over, reads or {}, last=last)
+        if part.alone:
+            barrier, starts, init = self._later(made.starts, init) if reads is None else ([], made.starts, init)
+            again = self._forward(part.inside(), starts, {}, reads=reads, again=True)
+            nodes, back, pair = self._backward(part.inside(), again, init, over, reads=reads, last=last)
+            return [*barrier, again.node, *nodes], back, pair
+        body = self.program.body_again(self.backward.body)[0] if part.part else None
+        back = self._leaf(self.backward, part, body, init, over, reads={**(reads or {}), **made.own}, last=last)
+        whole = {} if made.node.backward else self.forward.whole  # what runs again does not write them again
+        stacks = {made.names.get(x, x): y for y, x in whole.items() if isinstance(x, int)}
+        return [back.node], back, Part(made.node, back.node, self.parts[part.part].kept, made.names, stacks)
+
+    def _later(self, starts: Sequence[Operand], init: Sequence[Operand]) -> tuple[list[Node], tuple[Operand, ...], tuple[Operand, ...]]:
+        """A barrier by which what begins with ``starts`` waits for ``init``, the cotangents; and what they are called behind it."""
+        numbers = list(dict.fromkeys(x for x in (*starts, *init) if isinstance(x, int)))
+        barrier, names = self.program.barrier(numbers, self.backward.node)
+        return [barrier], renamed(starts, names), renamed(init, names)
 
     def _leaf(
-        self, scan: _Scan, part: _Range, init: Sequence[Operand], over: Names, *, reads: Names | None = None, own: bool = True, last=False
+        self,
+        scan: _Scan,
+        part: _Range,
+        copy: Graph | None,
+        init: Sequence[Operand],
+        over: Names,
+        *,
+        reads: Names | None = None,
+        own: bool = True,
+        last: bool = False,
     ) -> _Made:
         """Some trips of a scan.
 
         Args:
+          copy: of its body; None: the body as written.
           init: its first carries. over: what its stacks of all trips are written over; only those are written.
           reads: what operands are called here. own: whether what the backward scan alone reads is stacked.
           last: its results are those of the whole scan.
         """
-        body, program = part.body or scan.body, self.program
+        body, program = copy or scan.body, self.program
         inner = dict(zip(scan.body.outputs, body.outputs, strict=True))
         mine = {y: program.fresh(x, stacked=part.count) for y, x in scan.own.items()} if own else {}
         finals, whole = self._results(scan, over, last=last)
         outputs = (*body.outputs[: len(finals)], *(inner[scan.own[y]] for y in mine), *(inner[scan.whole[y]] for y in over))
         node = replace(
             scan.node,
-            id=scan.node.id if part.body is None else program.new_id(),
+            id=scan.node.id if copy is None else program.new_id(),
             inputs=(*renamed(scan.consts, reads or {}), *init, *renamed(scan.xs, reads or {}), *over.values()),
             outputs=(*finals, *mine.values(), *whole.values()),
             bodies=(Graph(body.inputs, outputs, body.nodes, body.values, body.consts),),
@@ -214,48 +250,40 @@ class _Splitting:
         called = (lambda x: x) if last else self.program.fresh
         return tuple(called(x) for x in scan.finals), {y: called(y) for y in over}
 
-    def _again(self, where: _Range, starts: Sequence[Operand], reads: Names) -> tuple[_Made, Names]:
-        """Trips run once more for what the backward pass reads, and what the values of the body are called."""
-        copy, names = self.program.body_again(self.forward.body)
-        made = self._leaf(self.forward, replace(where, body=copy), starts, {}, reads=reads)
-        made.node.backward = True
-        return made, names
-
-    def _later(self, starts: Sequence[Operand], init: Sequence[Operand]) -> tuple[list[Node], tuple[Operand, ...], tuple[Operand, ...]]:
-        """A barrier by which what begins with ``starts`` waits for ``init``, the cotangents; and what they are called behind it."""
-        numbers = list(dict.fromkeys(x for x in (*starts, *init) if isinstance(x, int)))
-        barrier, names = self.program.barrier(numbers, self.backward.node)
-        return [barrier], renamed(starts, names), renamed(init, names)
-
     # -------------------------------------------------------------------------------------------------------------- segments
 
-    def _segments_forward(self, number: int, body: Graph | None, init: Sequence[Operand], over: Names, *, last: bool) -> _Made:
-        scan, fresh, part = self.forward, self.program.fresh, self.parts[number]
+    def _segments_forward(self, part: _Range, init: Sequence[Operand], over: Names, outside: Names, *, again: bool, last: bool) -> _Made:
+        """Segments, of which the carries that they begin with are kept."""
+        scan, fresh = self.forward, self.program.fresh
         reads = self._inside((*scan.consts, *scan.xs))
         carries, stacks = [fresh(x) for x in scan.carries], {y: fresh(y) for y in over}
-        leaf = self._leaf(scan, _Range(0, part.segment, body), carries, stacks, reads=reads, own=False)
-        starts = tuple(fresh(x, stacked=part.count // part.segment) for x in scan.carries)
+        body, _ = self.program.body_again(scan.body, backward=again) if again or part.part else (None, {})
+        leaf = self._leaf(scan, part.inside(), body, carries, stacks, reads=reads, own=False)
+        leaf.node.backward = again
+        starts = tuple(fresh(x, stacked=part.count // part.segments[0]) for x in scan.carries)
         finals, whole = self._results(scan, over, last=last)
         inputs = (*reads.values(), *carries, *stacks.values())
         around = Graph(inputs, (*leaf.finals, *leaf.whole.values(), *carries), [leaf.node], self.program.values)
         outputs = (*finals, *whole.values(), *starts)
-        return _Made(self._outer(scan, number, reads, (*init, *over.values()), (), outputs, around), finals, {}, whole, starts)
+        node = self._outer(scan, part, renamed(reads, outside), (*init, *over.values()), (), outputs, around)
+        node.backward = again
+        return _Made(node, finals, {}, whole, starts)
 
     def _segments_backward(
-        self, number: int, body: Graph | None, starts: Iterable[Operand], init: Sequence[Operand], over: Names, *, last: bool
-    ) -> tuple[_Made, Part]:
+        self, part: _Range, starts: Iterable[Operand], init: Sequence[Operand], over: Names, outside: Names, *, last: bool
+    ) -> tuple[list[Node], _Made, Part]:
         """Each segment forward once more, and then backward."""
-        forward, scan, fresh, part = self.forward, self.backward, self.program.fresh, self.parts[number]
+        forward, scan, fresh = self.forward, self.backward, self.program.fresh
         reads = self._inside(x for x in (*forward.consts, *forward.xs, *scan.consts, *scan.xs) if x not in forward.own)
         carries, stacks = [fresh(x) for x in scan.carries], {y: fresh(y) for y in over}
         slices = [fresh(x) for x in forward.carries]
-        again, names = self._again(_Range(0, part.segment), slices, reads)
-        leaf = self._leaf(scan, _Range(0, part.segment, body), carries, stacks, reads={**reads, **again.own})
+        again = self._forward(part.inside(), slices, {}, reads=reads, again=True)
+        nodes, back, pair = self._backward(part.inside(), again, carries, stacks, reads=reads)
         finals, whole = self._results(scan, over, last=last)
         inputs = (*reads.values(), *carries, *stacks.values(), *slices)
-        around = Graph(inputs, (*leaf.finals, *leaf.whole.values()), [again.node, leaf.node], self.program.values)
-        node = self._outer(scan, number, reads, (*init, *over.values()), starts, (*finals, *whole.values()), around)
-        return _Made(node, finals, {}, whole), Part(again.node, leaf.node, part.kept, names)
+        around = Graph(inputs, (*back.finals, *back.whole.values()), [again.node, *nodes], self.program.values)
+        node = self._outer(scan, part, renamed(reads, outside), (*init, *over.values()), starts, (*finals, *whole.values()), around)
+        return [node], _Made(node, finals, {}, whole), pair
 
     def _inside(self, operands: Iterable[Operand]) -> dict[int, int]:
         """Names in the body of a scan over segments for what its scans read."""
@@ -264,23 +292,22 @@ class _Splitting:
     def _outer(
         self,
         scan: _Scan,
-        number: int,
-        reads: Names,
+        part: _Range,
+        consts: Sequence[Operand],
         carries: Sequence[Operand],
         xs: Iterable[Operand],
         outputs: tuple[int, ...],
         body: Graph,
     ) -> Node:
-        """A scan over the segments of a part; ``scan``: what it is made of."""
-        part = self.parts[number]
+        """A scan over segments; ``scan``: what it is made of."""
         return replace(
             scan.node,
             id=self.program.new_id(),
-            inputs=(*reads, *carries, *xs),
+            inputs=(*consts, *carries, *xs),
             outputs=outputs,
             bodies=(body,),
-            trips=part.count // part.segment,
-            num_consts=len(reads),
+            trips=part.count // part.segments[0],
+            num_consts=len(consts),
             num_carry=len(carries),
-            window=Window(self.trips, self.first[number], each=part.segment),
+            window=Window(self.trips, part.first, each=part.segments[0]),
         )

@@ -290,8 +290,7 @@ class Remat:
             block = self.blocks[b]
             for part in splits.get(b, Split()).parts(block.count, chosen.get(b)):
                 run(closure(block, part.kept)[0] if part.kept is not None else (), part.count, block.count)
-                if part.segment > 1:
-                    run((n for node in block.forward for n in with_bodies(node)), part.count, block.count)
+                run((n for node in block.forward for n in with_bodies(node)), part.count * len(part.segments), block.count)
         for rerun in find_reruns(self.blocks, chosen, level.remade):
             run(everything_in(rerun))
         return extra

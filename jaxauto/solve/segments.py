@@ -1,21 +1,22 @@
 """What a scan costs when its trips differ (``rewrite/split.py``): options of the chain's dynamic programme (``chain.py``).
 
-A scan is cut into parts, in the order of the forward pass: part i has n_i trips in segments of m_i. A trip of it keeps R_i bytes and
-makes T_i again in a_i seconds (with what stacking R_i takes); carries are c bytes, a trip's forward pass takes f seconds:
+A scan is cut into parts, in the order of the forward pass: part i has n_i trips, in segments of m_i1, these in segments of m_i2, and so on
+d_i deep. A trip of it keeps R_i bytes and makes T_i again in a_i seconds (with what stacking R_i takes); carries are c bytes, a trip's
+forward pass takes f seconds:
 
-    between the passes        K = Σ n_i·R_i                m_i = 1
-                              K = Σ n_i/m_i · c            m_i > 1
-    while part i runs back    K_i + m_i·R_i·[m_i > 1] + T_i        K_i: of the parts up to i
-    seconds                   Σ n_i·(a_i + f·[m_i > 1])
+    between the passes        K = Σ n_i·R_i,  or Σ n_i/m_i1 · c where d_i > 0
+    while part i runs back    K_i + (m_i1/m_i2 + m_i2/m_i3 + ...)·c + m_id·R_i + T_i        K_i: of the parts up to i; R_i where d_i > 0
+    seconds                   Σ n_i·(a_i + d_i·f)
 
 Cuts that are worked out, for all pairs of what the levels keep, all at once; of these what nothing beats in bytes and seconds is offered:
 - two parts, without segments: each trip is run again by itself, or some are not at all
-- equal segments, and a part that is not run again at the end
+- equal segments, one or two deep, and a part that is not run again at the end
 - up to ``_PARTS`` parts of one segment each, shorter each time by what the carries between them take, and such a part at the end
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ from jaxauto.solve.remat import Remat
 
 _STEP = 0.02  # of the bytes: options nearer than that are one
 _LONG = 256  # trips: of longer scans parts are multiples of an even share of them
-_PARTS = 4
+_PARTS = 6
+_DEEP, _MOST = 16, 4_000  # of cuts two deep: the longest inner segment, and the most segments in one; how many are worked out
 
 
 @dataclass(frozen=True)
@@ -102,17 +104,33 @@ class Trips:
     def option(self, kept: frozenset[int] | None, split: Split | None = None, away: frozenset[int] = frozenset()) -> Option:
         """What the scan costs with one split, or none; ``kept``: of its head."""
         parts = (split or Split()).parts(self.block.count, kept)
-        count, segment = np.array([[[part.count], [part.segment]] for part in parts]).swapaxes(0, 1)
-        costs = self.costs(count, segment, [self.trip(part.kept, away) for part in parts])
+        count, deep = np.array([[part.count] for part in parts]), max(len(part.segments) for part in parts)
+        segments = np.array([[[*part.segments, *[0] * (deep - len(part.segments))]] for part in parts]).reshape(len(parts), 1, deep)
+        costs = self.costs(count, segments.transpose(2, 0, 1), [self.trip(part.kept, away) for part in parts])
         return Option(float(costs.kept[0]), float(costs.peak[0]), float(costs.seconds[0]), Keep(kept, split=split))
 
-    def costs(self, count: np.ndarray, segment: np.ndarray, trips: Sequence[Trip]) -> Costs:
-        """Of cuts into parts, ``count`` and ``segment`` ``[parts, cuts]``; parts of no trips are none. ``trips``: one of each part."""
+    def costs(self, count: np.ndarray, segments: np.ndarray, trips: Sequence[Trip]) -> Costs:
+        """Of cuts into parts.
+
+        Args:
+          count: ``[parts, cuts]``; parts of no trips are none. segments: ``[depth, parts, cuts]``; 0 where it is not as deep.
+          trips: one of each part.
+        """
         held, again, seconds = (np.array([[getattr(trip, name)] for trip in trips]) for name in ("held", "again", "seconds"))
-        nested = segment > 1
-        before = np.cumsum(np.where(nested, count / segment * self.carry_bytes, count * held), axis=0)
-        during = np.where(count > 0, before + nested * segment * held + again, 0.0).max(axis=0)
-        return Costs(before[-1], np.maximum(during - before[-1], 0.0), (count * (seconds + nested * self.forward_seconds)).sum(axis=0))
+        kept, during, whole = count * held, again * (count > 0), count.astype(float)
+        for depth, length in enumerate(segments):
+            cut = length > 0
+            starts = np.where(cut, whole / np.maximum(length, 1), 0.0) * self.carry_bytes
+            if depth == 0:
+                kept = np.where(cut, starts, kept)
+                during = during + cut * length * held
+            else:
+                during = during + np.where(cut, starts - (whole - length) * held, 0.0)
+            whole = np.where(cut, length, whole)
+        before = np.cumsum(kept, axis=0)
+        need = np.where(count > 0, before + during, 0.0).max(axis=0)
+        runs = seconds + (segments > 0).sum(axis=0) * self.forward_seconds
+        return Costs(before[-1], np.maximum(need - before[-1], 0.0), (count * runs).sum(axis=0))
 
     def splits(self, ways: Sequence[frozenset[int] | None]) -> list[Option]:
         """Options that split the scan; ``ways``: what its parts may keep."""
@@ -134,51 +152,62 @@ class Trips:
         n = self.block.count
         less = self.carry_bytes / head.held if head.held else 0.0
         shorter = itertools.product(range(1, _PARTS + 1), (less, less + 0.5, less + 1) if self.apart else (less,))
-        cuts = [*([_pairs(n)] if head is not tail else []), _equal(n), *(_shorter(n, *by, apart=self.apart) for by in shorter)]
-        for count, segment in cuts:
+        cuts = [*([_pairs(n)] if head is not tail else []), _equal(n), _deeper(n), *(_shorter(n, *by, apart=self.apart) for by in shorter)]
+        for count, segments in cuts:
             which = np.nonzero((count[-1] > 0) | alone)[0]
-            count, segment = count[:, which], segment[:, which]
+            count, segments = count[:, which], segments[:, :, which]
             if len(which):
-                yield _Table(head, tail, count, segment, self.costs(count, segment, [head] * (len(count) - 1) + [tail]))
+                yield _Table(head, tail, count, segments, self.costs(count, segments, [head] * (len(count) - 1) + [tail]))
 
 
 @dataclass(frozen=True)
 class _Table:
-    """Cuts, ``[parts, cuts]``, and what they cost."""
+    """Cuts and what they cost, see ``Trips.costs``."""
 
     head: Trip
     tail: Trip
     count: np.ndarray
-    segment: np.ndarray
+    segments: np.ndarray
     costs: Costs
 
     def keep(self, at: int) -> Keep:
         """What one of them stands for."""
-        (_, first), *rest = zip(self.count[:, at].tolist(), self.segment[:, at].tolist(), strict=True)
+        lengths = [tuple(m for m in part if m) for part in self.segments[:, :, at].T.tolist()]
+        (_, first), *rest = zip(self.count[:, at].tolist(), lengths, strict=True)
         keeps = [self.head.kept] * (len(rest) - 1) + [self.tail.kept]
-        parts = tuple(Part(count, segment, kept) for (count, segment), kept in zip(rest, keeps, strict=True) if count)
+        parts = tuple(Part(count, segments, kept) for (count, segments), kept in zip(rest, keeps, strict=True) if count)
         return Keep(self.head.kept, split=Split(first, parts))
 
 
-Cuts = tuple[np.ndarray, np.ndarray]  # trips and segments of each part, [parts, cuts]; the last is not run again, and may have no trips
+Cuts = tuple[np.ndarray, np.ndarray]  # count and segments as in ``Trips.costs``; the last part is not run again, and may have no trips
 
 
-def _steps(n: int, least: int = 1) -> np.ndarray:
+def _steps(n: int) -> np.ndarray:
     step = -(-n // _LONG)
-    return np.arange(max(step, least), n, step)
+    return np.arange(step, n, step)
 
 
 def _pairs(n: int) -> Cuts:
     tail = _steps(n)
-    return np.stack([n - tail, tail]), np.ones((2, len(tail)), int)
+    return np.stack([n - tail, tail]), np.zeros((1, 2, len(tail)), int)
 
 
+@functools.cache
 def _equal(n: int) -> Cuts:
     """All of two segments or more."""
     sizes = range(2, n // 2 + 1)
-    segment = np.concatenate([np.full(n // m - 1, m) for m in sizes] or [np.zeros(0, int)])
+    length = np.concatenate([np.full(n // m - 1, m) for m in sizes] or [np.zeros(0, int)])
     count = np.concatenate([m * np.arange(2, n // m + 1) for m in sizes] or [np.zeros(0, int)])
-    return np.stack([count, n - count]), np.stack([segment, np.ones_like(segment)])
+    return np.stack([count, n - count]), np.stack([length, np.zeros_like(length)])[None]
+
+
+@functools.cache
+def _deeper(n: int) -> Cuts:
+    """Two deep: segments of about one length, cut evenly."""
+    cuts = {(k * a * b, a * b, b) for b in range(2, _DEEP + 1) for a in range(2, _DEEP + 1) for k in range(1, n // (a * b) + 1)}
+    count, outer, inner = np.array(sorted(c for c in cuts if c[1] < c[0] or c[0] < n) or [(0, 0, 0)])[:: max(1, len(cuts) // _MOST)].T
+    none = np.zeros_like(count)
+    return np.stack([count, n - count]), np.stack([np.stack([outer, none]), np.stack([inner, none])])
 
 
 def _shorter(n: int, parts: int, less: float, *, apart: bool) -> Cuts:
@@ -190,7 +219,7 @@ def _shorter(n: int, parts: int, less: float, *, apart: bool) -> Cuts:
     if apart:
         fits &= (np.diff(np.sort(np.concatenate([count, tail[None]]), axis=0), axis=0) > 0).all(axis=0)
     count, tail = count[:, fits], tail[fits]
-    return np.concatenate([count, tail[None]]), np.concatenate([count, np.ones_like(tail)[None]])
+    return np.concatenate([count, tail[None]]), np.concatenate([count, np.zeros_like(tail)[None]])[None]
 
 
 def _front(bytes_: np.ndarray, seconds: np.ndarray) -> np.ndarray:
