@@ -340,7 +340,7 @@ class Search:
 
     def splitting(self, levels: Sequence[Level]) -> tuple[bool, ...]:
         """Whether to mix without splits, and with them."""
-        return (False, True) if self.remat.splittable and len(levels) > 1 and not any(level.remade for level in levels) else (False,)
+        return (False, True) if self.remat.splittable and len(levels) > 1 else (False,)
 
     def _bases(self, found: Found) -> list[Candidate]:
         """Answers to let blocks differ in: the best one; where rewriting is quick of other levels too, and sharded as without pressure."""
@@ -432,9 +432,15 @@ class Search:
         return self._keeping(base, tuple(keep.kept for keep in chosen), offloaded, splits)
 
     def _keeping(self, base: Candidate, kept: Kept, offloaded: frozenset[int], splits: Splits | None = None) -> Candidate:
-        """The sharding of ``base`` where blocks keep something else; ``splits``: None: as it has them."""
+        """The sharding of ``base`` where blocks keep something else; scans that are split run again in no other way.
+
+        ``splits``: None: as ``base`` has them.
+        """
         level = base.variant.level
-        level = replace(level, kept=kept, offloaded=offloaded, splits=level.splits if splits is None else splits)
+        splits = level.splits if splits is None else splits
+        apart = {y for b, _ in splits for node in (self.remat.blocks[b].scan or ())[:1] for y in node.outputs}
+        remade = frozenset((v, depth) for v, depth in level.remade if v not in apart)
+        level = replace(level, kept=kept, offloaded=offloaded, remade=remade, splits=splits)
         return self.candidate(self.model(self.remat.variant(level)), base.x, base.level)
 
     def options(self, base: Candidate, levels: list[Level], *, waiting: bool = False, splitting: bool = False) -> list[list[Option]]:

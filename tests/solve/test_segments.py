@@ -1,0 +1,156 @@
+"""Splits of scans among the search's options: as told, as good as Rotor, and they run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxauto
+from jaxauto.core import Split, Trips
+from jaxauto.cost.liveness import live_bytes
+from jaxauto.graph import multiplicity, walk
+from jaxauto.planner import read
+from jaxauto.solve import segments
+from jaxauto.solve.remat import Remat
+from jaxauto.targets.target import Target
+
+LAYERS, WIDTH, ROWS = 16, 256, 4096
+
+
+def chain(layers=LAYERS, width=WIDTH, rows=ROWS):
+    def step(weights, x):
+        def loss(weights):
+            y, _ = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, weights)
+            return jnp.sum(y.astype(jnp.float32) ** 2)
+
+        return weights - 0.1 * jax.grad(loss)(weights)
+
+    return step, (jax.ShapeDtypeStruct((layers, width, width), jnp.bfloat16), jax.ShapeDtypeStruct((rows, width), jnp.bfloat16))
+
+
+def prepared(step, args, target="v5p:1x1x1"):
+    found = read(step, args, {})
+    remat = Remat(found.graph, found.groups, found.aliased, Target(target).chip)
+    (number,) = remat.splittable
+    return remat, number, segments.Trips(remat, remat.blocks[number], lambda _: 1.0)
+
+
+def some_splits(count, ways, seed, most):
+    rng = random.Random(seed)
+    for _ in range(most):
+        parts, left = [], count
+        while left:
+            n = rng.randint(1, left)
+            lengths = [m for m in range(2, n + 1) if n % m == 0]
+            parts.append(Trips(n, (rng.choice(lengths),) if lengths and rng.random() < 0.7 else (), rng.choice(ways)))
+            left -= n
+        yield parts[0].kept, Split(parts[0].segments, tuple(parts[1:]))
+
+
+def leveled(level, number, kept, split):
+    keeps = tuple(kept if b == number else keep for b, keep in enumerate(level.kept))
+    return dataclasses.replace(level, kept=keeps, splits=((number, split),))
+
+
+def test_memory_is_as_told():
+    """Of splits at random, to one activation: what the rest of the step takes is the same for all."""
+    remat, number, trips = prepared(*chain())
+    level, ways = remat.levels()[-1], [None, frozenset()]
+    off = []
+    for kept, split in some_splits(LAYERS, ways, 0, 30):
+        buffers = remat.variant(leveled(level, number, kept, split)).buffers
+        option = trips.option(kept, split)
+        off.append(live_bytes(buffers, buffers.bytes_).max() - option.kept_bytes - option.peak_bytes)
+    assert (max(off) - min(off)) / (2 * ROWS * WIDTH) <= 3  # of trips that keep all, two transients more
+    assert np.std(off) / (2 * ROWS * WIDTH) < 1.5
+
+
+def test_how_often_nodes_run():
+    """``Variant.extra`` counts what the rewritten program does."""
+    step, args = chain(8, 16, 32)
+    remat, number, _ = prepared(step, args)
+    level, made = remat.levels()[-1], remat.blocks[number].made
+    for kept, split in some_splits(8, [None, frozenset(), frozenset(made[:1])], 1, 20):
+        variant = remat.variant(leveled(level, number, kept, split))
+        graph, origin = variant.rewritten.graph, variant.rewritten.origin
+        times = multiplicity(graph)
+        runs = dict.fromkeys(remat.groups.times, 0)
+        for node in (n for n in walk(graph) if n.prim not in ("optimization_barrier", "scan") and n.outputs):
+            written = remat.graph.values[origin.get(node.outputs[0], node.outputs[0])].producer
+            if written is not None and written.prim == node.prim:
+                runs[written.id] += times[node.id]
+        for node in remat.blocks[number].forward:
+            assert runs[node.id] == remat.groups.times[node.id] + variant.extra.get(node.id, 0)
+
+
+@pytest.mark.parametrize("count", [5, 8, 11])
+def test_nothing_of_one_length_or_shorter_each_time_is_better(count):
+    """All cuts into parts of one segment each, and a tail, against what is offered: to the step between options, and one trip."""
+    _, _, trips = prepared(*chain(count))
+    offered = trips.splits([None, frozenset()])
+    one = max(trips.trip(None).held, trips.carry_bytes)
+    for parts in range(1, min(count, segments._PARTS) + 1):
+        for ends in itertools.combinations(range(1, count), parts):
+            lengths = np.diff([0, *ends, count]).tolist()
+            if min(lengths[:-1]) < 2:
+                continue
+            for kept, tail in itertools.product((None, frozenset()), repeat=2):
+                rest = (*(Trips(n, (n,), kept) for n in lengths[1:-1]), Trips(lengths[-1], (), tail))
+                other = trips.option(kept, Split((lengths[0],), rest))
+                need = other.kept_bytes + other.peak_bytes
+                better = [
+                    o for o in offered if o.seconds <= other.seconds * (1 + 1e-9) and o.kept_bytes + o.peak_bytes <= need * 1.03 + one
+                ]
+                assert better, (lengths, kept, tail)
+
+
+@functools.cache
+def rotor(first, last, slots):
+    """As in test_nested.py."""
+    if slots < 0 or first == last:
+        return math.inf if slots < 0 else 0
+    kept = rotor(first + 1, last, slots - 1)
+    return min([kept, *(k - first + rotor(k, last, slots - 1) + rotor(first, k - 1, slots) for k in range(first + 1, last + 1))])
+
+
+@pytest.mark.parametrize("slots", [14, 11, 9, 8, 7])
+def test_no_more_forward_passes_than_the_optimum_of_rotor(slots):
+    """Down to what one more forward pass of a layer allows; counted from the plan that keeps every layer's input."""
+    step, args = chain(LAYERS, 1024, 16384)
+    activation, forward = 2.0 * 16384 * 1024, 2.0 * 16384 * 1024**2
+
+    def planned(budget):
+        return jaxauto.plan(step, *args, target="h100:1", memory_budget=budget, donate_argnums=(0,), certify=False, progress=False)
+
+    every = planned(planned(60e9).estimate.peak_memory - LAYERS / 2 * activation)
+    plan = planned(every.estimate.peak_memory - (LAYERS - 1 - slots - 0.5) * activation)
+    assert plan.decisions.splits
+    assert (plan.estimate.flops - every.estimate.flops) / forward <= rotor(0, LAYERS - 1, slots) + 0.5
+
+
+@pytest.mark.parametrize("mesh", [{"data": 1}, {"data": 4, "model": 2}])
+def test_a_plan_with_segments_runs_and_is_stored(mesh, tmp_path):
+    step, shapes = chain(12, 32, 256)
+    keys = jax.random.split(jax.random.key(0))
+    args = [(0.2 * jax.random.normal(k, s.shape)).astype(jnp.float32) for k, s in zip(keys, shapes, strict=True)]
+    options = {"target": f"cpu:{math.prod(mesh.values())}", "mesh": mesh, "certify": False, "progress": False}
+    with pytest.raises(jaxauto.InfeasibleError) as error:
+        jaxauto.plan(step, *args, memory_budget=1e3, **options)
+    plan = jaxauto.plan(step, *args, memory_budget=1.05 * error.value.least_bytes, **options)
+    assert plan.decisions.splits
+    told = [d for d in plan.remat if "carry of every segment" in d.name]
+    assert told and all(d.action == "kept" for d in told)
+    plan.save(tmp_path / "plan.json")
+    loaded = jaxauto.Plan.load(tmp_path / "plan.json", step, *args)
+    assert loaded.decisions == plan.decisions
+    want = jax.jit(step)(*args)
+    for planned in (plan, loaded):
+        np.testing.assert_allclose(planned.jit()(*args), want, rtol=1e-5, atol=1e-6)
