@@ -151,8 +151,9 @@ class Trips:
         """Cuts whose last part keeps what ``tail`` does; ``alone``: and those that have no such part."""
         n = self.block.count
         less = self.carry_bytes / head.held if head.held else 0.0
-        shorter = itertools.product(range(1, _PARTS + 1), (less, less + 0.5, less + 1) if self.apart else (less,))
-        cuts = [*([_pairs(n)] if head is not tail else []), _equal(n), _deeper(n), *(_shorter(n, *by, apart=self.apart) for by in shorter)]
+        by = itertools.product(range(1, _PARTS + 1), range(3 if self.apart else 1))
+        shorter = (_shorter(n, parts, less, more=more, apart=self.apart) for parts, more in by)
+        cuts = [*([_pairs(n)] if head is not tail else []), _equal(n), _deeper(n), *shorter]
         for count, segments in cuts:
             which = np.nonzero((count[-1] > 0) | alone)[0]
             count, segments = count[:, which], segments[:, :, which]
@@ -210,16 +211,23 @@ def _deeper(n: int) -> Cuts:
     return np.stack([count, n - count]), np.stack([np.stack([outer, none]), np.stack([inner, none])])
 
 
-def _shorter(n: int, parts: int, less: float, *, apart: bool) -> Cuts:
-    """So many parts of one segment each, every one shorter by ``less`` trips than the one before; ``apart``: no two of equal length."""
+def _shorter(n: int, parts: int, less: float, *, more: int = 0, apart: bool = False) -> Cuts:
+    """So many parts of one segment each, every one shorter by ``less`` trips than the one before, as even as that allows.
+
+    ``more``: trips that all but the last are longer. ``apart``: no two of equal length.
+    """
     tail = _steps(n)
-    ends = [((n - tail) * k / parts + less * k * (parts - k) / 2).round().astype(int) for k in range(parts + 1)]
-    count = np.diff(np.stack(ends), axis=0)
-    fits = (count > 1).all(axis=0)
+    longest = np.ceil((n - tail + less * parts * (parts - 1) / 2) / parts).astype(int) + more
+    lengths: list[np.ndarray] = []
+    for k in range(parts):
+        left = n - tail - sum(lengths, np.zeros_like(tail))
+        lengths.append(left if k == parts - 1 else np.minimum(longest - round(k * less), left - 2 * (parts - 1 - k)))
+    count = np.stack([*lengths, tail])
+    fits = (count[:-1] > 1).all(axis=0)
     if apart:
-        fits &= (np.diff(np.sort(np.concatenate([count, tail[None]]), axis=0), axis=0) > 0).all(axis=0)
-    count, tail = count[:, fits], tail[fits]
-    return np.concatenate([count, tail[None]]), np.concatenate([count, np.zeros_like(tail)[None]])[None]
+        fits &= (np.diff(np.sort(count, axis=0), axis=0) > 0).all(axis=0)
+    count = count[:, fits]
+    return count, np.stack([*count[:-1], np.zeros_like(count[-1])])[None]
 
 
 def _front(bytes_: np.ndarray, seconds: np.ndarray) -> np.ndarray:
