@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxauto import alternatives, compat
+from jaxauto.core import Split
 from jaxauto.cost.compute import operation_seconds, traffic_seconds
 from jaxauto.errors import ArgumentError
 from jaxauto.naming import fold_paths, local_shape, mask, mask_all, mask_place, short_source, spec_text
@@ -64,7 +65,18 @@ def _memory(plan: Plan) -> Section:
         )
     elif plan.remat:
         lines.append("No activation is recomputed.")
+    lines += [_in_parts(split) for split in plan.decisions.splits.values()]
     return Section("What binds memory", ("at the peak", ">bytes", ">share"), rows, lines)
+
+
+def _in_parts(split: Split) -> str:
+    """How the trips of a loop differ."""
+
+    def how(segments: tuple[int, ...]) -> str:
+        return f"in segments of {' of '.join(map(str, segments))}" if segments else "each by itself"
+
+    rest = "".join(f", then {part.count} {how(part.segments)}" for part in split.rest)
+    return f"A loop recomputes its first trips {how(split.segments)}{rest}: what a segment keeps is there while it goes backward."
 
 
 def _largest(plan: Plan, best: Candidate) -> Section:

@@ -27,7 +27,7 @@ def _of_residuals(remat: Remat, best: Candidate) -> list[RematDecision]:
     for b, (block, kept) in enumerate(zip(remat.blocks, best.variant.kept, strict=True)):
         first = 0
         for part in splits.get(b, Split()).parts(block.count, kept):
-            name = f"{block.name}[{first}:{first + part.count}]" if b in splits else block.name
+            name = f"{block.name}[{first}..{first + part.count - 1}]" if b in splits else block.name
             decisions += _of_part(remat, best, b, replace(block, name=name, count=part.count), part, offloaded)
             first += part.count
     return decisions

@@ -148,6 +148,7 @@ def test_a_plan_with_segments_runs_and_is_stored(mesh, tmp_path):
     assert plan.decisions.splits
     told = [d for d in plan.remat if "carry of every segment" in d.name]
     assert told and all(d.action == "kept" for d in told)
+    assert "in segments of" in str(plan.explain())
     plan.save(tmp_path / "plan.json")
     loaded = jaxauto.Plan.load(tmp_path / "plan.json", step, *args)
     assert loaded.decisions == plan.decisions
