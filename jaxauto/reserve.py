@@ -58,12 +58,14 @@ def with_room(solved: Any, budget: float, options: Any, progress: Callable[[str]
     gaps = heap_gaps(best)
     told = "certify=True has the compiler say what it needs"
     source, found = solved, _with_room(solved, budget, options)
-    if found is None and len(solved.remat.graph.values) <= QUICK:
+    slower = found.seconds / best.seconds - 1 if found else math.inf
+    if slower > _DEAREST and len(solved.remat.graph.values) <= QUICK:
         progress("planning again, with room for gaps in the compiler's heap")
         with contextlib.suppress(InfeasibleError):
-            source = searched(solved.step, solved.target, budget - gaps, options, progress)
-            found = _with_room(source, budget, options)
-    slower = found.seconds / best.seconds - 1 if found else math.inf
+            again = searched(solved.step, solved.target, budget - gaps, options, progress)
+            other = _with_room(again, budget, options)
+            if other is not None and (found is None or other.seconds < found.seconds):
+                source, found, slower = again, other, other.seconds / best.seconds - 1
     if found is None or slower > _DEAREST:
         plan = plan_for(solved, best, budget, options)
         note = f"the compiler's heap may take {size(gaps)} more than is alive at once, and may not fit: {told}"

@@ -67,7 +67,7 @@ def second_stage(search: Search, levels: list[Level], sharding: Candidate, budge
     fitting = [c for c in found if c.peak_bytes <= budget]
     if not fitting:
         return None
-    mixed = (m for c in fitting for m in search.mixtures(c, levels, budget))
+    mixed = (m for c in fitting for m in search.mixer.mixtures(c, levels, budget))
     return min([*fitting, *mixed], key=lambda c: c.seconds)
 
 

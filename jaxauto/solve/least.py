@@ -62,14 +62,14 @@ class _Least:
         base = self.best
         if base is None or (len(self.search.remat.blocks) < 2 and not self.search.remat.splittable):
             return
-        for splitting in self.search.splitting(self.levels):
-            options = self.search.options(base, self.levels, splitting=splitting)
+        for splitting in self.search.mixer.splitting(self.levels):
+            options = self.search.mixer.options(base, self.levels, splitting=splitting)
             low = least_budget(options)
             high = max(low, sum(o[base.level].kept_bytes for o in options) + max(o[base.level].peak_bytes for o in options))
             for share in np.linspace(0, 1, _MIXTURES if len(self.search.remat.graph.values) < QUICK else 1):
                 answer = solve_chain(options, (low + share * (high - low)) * (1 + 1e-9))
                 if answer is not None and not self.search.out_of_time():
-                    self.judged(self.search.mixture(base, options, answer.choice))
+                    self.judged(self.search.mixer.mixture(base, options, answer.choice))
 
     def halve(self) -> None:
         """Between what all answers take and the leanest one: is there less than the middle?"""

@@ -28,32 +28,27 @@ import numpy as np
 
 from jaxauto.core import MeshAxes
 from jaxauto.graph import value_bytes
-from jaxauto.solve.candidate import Candidate, Found, fastest_of_first, least_of_each
-from jaxauto.solve.chain import Option, least_budget, solve_chain
-from jaxauto.solve.choices import choices
+from jaxauto.solve.candidate import QUICK, Candidate, Found, fastest_of_first, least_of_each
 from jaxauto.solve.descend import descend
 from jaxauto.solve.eliminate import eliminate
 from jaxauto.solve.finer import SHARES, finer, nearer
 from jaxauto.solve.live import timeline
 from jaxauto.solve.milp import solve_milp
+from jaxauto.solve.mixing import Mixer
 from jaxauto.solve.model import Model, Program
-from jaxauto.solve.remat import Kept, Level, Remat, Splits, Variant
+from jaxauto.solve.remat import Level, Remat, Variant
 from jaxauto.solve.swaps import swapped
 from jaxauto.solve.tighten import TOLERANCE, Effort, least_bytes, near, priced_room, tighten
-from jaxauto.strategies import shards
 
 _BISECTIONS = 3
 _RAISES = 8
 _LEAN = 8  # rounds in search of the least memory
-_ROOMS = (1.02, 1.05)  # times the least memory so far: what blocks may fill where less is sought by unalike ones
 _PRICES = (0.1, 1.0)  # of all memory that the step as written takes, in its seconds: shardings that take less of it
 _NEAR = 6  # states of each variable that the MILP may choose from
 MU = (1.0, 0.5, 0.0)  # weights of compute against prefetching that the dual tries
 _BASES = 12  # answers from which blocks are mixed
-QUICK = 10_000  # values of a program that is rewritten in a fraction of a second
 _MIXED = -1  # the number of the level whose blocks keep unalike
 _GAP = 0.005  # relative gap under which no MILP is asked
-_MIXES = 8  # choices of a chain that are tried, each for less room; half as many for a large program
 _PATIENCE = 2  # mixtures of blocks that are no better, before less room is given up
 _CLOSER, _AROUND = 3, 24  # times that levels between are looked at, and how many of them
 _BEHIND = 1.05  # times the seconds of an answer on another mesh: where that is not worth it
@@ -84,6 +79,7 @@ class Search:
         self.answers: dict[int, list[np.ndarray]] = defaultdict(list)
         self.fastest = math.inf  # seconds, with memory without end
         self.price: float | None = None  # of memory, seconds per byte: where the level before ended
+        self.mixer = Mixer(self)
         self.written: list[np.ndarray] = []  # good shardings of the step as written where that does not fit
 
     def run(self, budget_bytes: float, levels: list[Level]) -> Found:
@@ -112,7 +108,9 @@ class Search:
                 fitting += self._between(start, levels, budget_bytes)
             best = min(fitting, key=lambda c: c.seconds)
         else:
-            leanest = self._leaner(leanest, levels, budget_bytes)
+            mixed = self.mixer.leaner(leanest, levels, budget_bytes)
+            if mixed is not leanest:
+                leanest, self.models[_MIXED] = mixed, mixed.model
             if leanest.peak_bytes <= budget_bytes:
                 fitting += [leanest, *self._anew(leanest, levels, budget_bytes)]
                 best = min(fitting, key=lambda c: c.seconds)
@@ -160,21 +158,6 @@ class Search:
         fitting = [c for c in found if c.peak_bytes <= budget_bytes]
         if fitting:
             yield self._descended(min(fitting, key=lambda c: c.seconds), budget_bytes)
-
-    def _leaner(self, leanest: Candidate, levels: list[Level], budget_bytes: float) -> Candidate:
-        """Blocks mixed for less memory: where one keeps what it can, what makes that again need not live while it goes backward.
-
-        Where scans can be split (``segments.py``), for the budget first.
-        """
-        goals = [(budget_bytes, True)] * (True in self.splitting(levels))
-        goals += [(room * leanest.peak_bytes, False) for room in _ROOMS if len(self.remat.graph.values) < QUICK]
-        for goal, splitting in goals:
-            if leanest.peak_bytes <= budget_bytes:
-                break
-            mixed = next(self.mixtures(leanest, levels, goal, splitting=splitting), None)
-            if mixed is not None and mixed.peak_bytes < leanest.peak_bytes:
-                leanest, self.models[_MIXED] = mixed, mixed.model
-        return leanest
 
     def _descended(self, candidate: Candidate, budget_bytes: float) -> Candidate:
         """As fast as changes of one decision at a time make it within the budget."""
@@ -302,13 +285,13 @@ class Search:
         assert found.best is not None
         started = time.monotonic()
         waits = (False, True) if any(level.offloaded for level in levels) else (False,)
-        for base, waiting, splitting in itertools.product(self._bases(found), waits, self.splitting(levels)):
-            mixtures = self.mixtures(base, levels, budget_bytes, waiting=waiting, splitting=splitting)
+        for base, waiting, splitting in itertools.product(self._bases(found), waits, self.mixer.splitting(levels)):
+            mixtures = self.mixer.mixtures(base, levels, budget_bytes, waiting=waiting, splitting=splitting)
             mixed = fastest_of_first(mixtures, _PATIENCE)
             mixed = mixed and self._descended(mixed, budget_bytes)
             if mixed is not None and mixed.seconds < found.best.seconds:
                 found.best, self.models[_MIXED] = mixed, mixed.model
-        found.fitting += [c for c in nearer(self.remat, found.fitting, self._keeping) if c.peak_bytes <= budget_bytes]
+        found.fitting += [c for c in nearer(self.remat, found.fitting, self.mixer.keeping) if c.peak_bytes <= budget_bytes]
         found.best = min([found.best, *found.fitting], key=lambda c: c.seconds)
         found.fitting += self._swap(found.best, levels, budget_bytes)
         found.best = min([found.best, *found.fitting], key=lambda c: c.seconds)
@@ -334,13 +317,9 @@ class Search:
         """Candidates that keep what ``best`` does but for some values (``swaps.py``), where that is faster; their level is added."""
         if not self.remat.blocks or len(levels) < 2 or best.seconds > self.rival * _BEHIND:
             return []
-        make = functools.partial(self._keeping, best, offloaded=best.variant.offloaded)
+        make = functools.partial(self.mixer.keeping, best, offloaded=best.variant.offloaded)
         better = swapped(self.remat, best, make, budget_bytes, self.mesh.num_devices, self.out_of_time)
         return [] if better is best else [better, *self._anew(better, levels, budget_bytes)]
-
-    def splitting(self, levels: Sequence[Level]) -> tuple[bool, ...]:
-        """Whether to mix without splits, and with them."""
-        return (False, True) if self.remat.splittable and len(levels) > 1 else (False,)
 
     def _bases(self, found: Found) -> list[Candidate]:
         """Answers to let blocks differ in: the best one; where rewriting is quick of other levels too, and sharded as without pressure."""
@@ -394,56 +373,3 @@ class Search:
             if better.peak_bytes <= budget_bytes:
                 found.best = min(best, better, key=lambda c: c.seconds)
                 return
-
-    def mixtures(
-        self, best: Candidate, levels: list[Level], budget_bytes: float, *, waiting: bool = False, splitting: bool = False
-    ) -> Iterator[Candidate]:
-        """Each block keeps as much as some room allows, by the chain's dynamic programme: what fits, for less room each time.
-
-        The programme's seconds are those of blocks one by one: what is best of little room can be faster than what is best of more.
-
-        Args:
-          waiting: transfers to the host's memory hide behind nothing.
-          splitting: scans can be split (``segments.py``).
-        """
-        if best.level == 0 or not self.remat.blocks:
-            return
-        options = self.options(best, levels, waiting=waiting, splitting=splitting)
-        held = sum(o[best.level].kept_bytes for o in options) + max(o[best.level].peak_bytes for o in options)
-        most = sum(max(o.kept_bytes + o.peak_bytes for o in block) for block in options)
-        room, least = min(budget_bytes - best.peak_bytes + held, most), least_budget(options)
-        tries = _MIXES if len(self.remat.graph.values) < QUICK else _MIXES // 2
-        for left in range(tries, 0, -1):
-            answer = solve_chain(options, room)
-            if answer is None:
-                return
-            mixed = self.mixture(best, options, answer.choice)
-            over = mixed.peak_bytes - budget_bytes
-            if over <= 0:
-                yield mixed
-            step = over if over > 0 else (room - least) / left
-            room = min(room - step, max(answer.peak_bytes) * (1 - TOLERANCE))  # another choice each time
-
-    def mixture(self, base: Candidate, options: Sequence[Sequence[Option]], choice: Sequence[int]) -> Candidate:
-        """The sharding of ``base`` with block ``b`` kept as ``options[b][choice[b]]`` says."""
-        chosen = [options[b][c].what for b, c in enumerate(choice)]
-        offloaded = frozenset().union(base.variant.offloaded & self.remat.state(1.0), *(keep.offloaded for keep in chosen))
-        splits = tuple((b, keep.split) for b, keep in enumerate(chosen) if keep.split)
-        return self._keeping(base, tuple(keep.kept for keep in chosen), offloaded, splits)
-
-    def _keeping(self, base: Candidate, kept: Kept, offloaded: frozenset[int], splits: Splits | None = None) -> Candidate:
-        """The sharding of ``base`` where blocks keep something else; scans that are split run again in no other way.
-
-        ``splits``: None: as ``base`` has them.
-        """
-        level = base.variant.level
-        splits = level.splits if splits is None else splits
-        apart = {y for b, _ in splits for node in (self.remat.blocks[b].scan or ())[:1] for y in node.outputs}
-        remade = frozenset((v, depth) for v, depth in level.remade if v not in apart)
-        level = replace(level, kept=kept, offloaded=offloaded, remade=remade, splits=splits)
-        return self.candidate(self.model(self.remat.variant(level)), base.x, base.level)
-
-    def options(self, base: Candidate, levels: list[Level], *, waiting: bool = False, splitting: bool = False) -> list[list[Option]]:
-        """For each block what it costs under each level, with the shardings of ``base``; see ``mixtures``."""
-        pieces = functools.cache(lambda number: float(shards(base.model.position(base.x, number)[None], self.mesh.sizes)[0]))
-        return choices(self.remat, levels, pieces, self.chip.host_bandwidth if waiting else None, splitting=splitting)

@@ -17,6 +17,7 @@ from jaxauto.solve import search as search_module
 from jaxauto.solve.candidate import Candidate, fastest_of_first, least_of_each
 from jaxauto.solve.check import check
 from jaxauto.solve.fold import fold
+from jaxauto.solve.mixing import Mixer
 from jaxauto.solve.model import Program
 from jaxauto.solve.remat import Remat
 from jaxauto.solve.search import Search
@@ -142,8 +143,8 @@ def test_a_mixture_of_blocks_that_is_over_by_little_is_not_tried_twice(monkeypat
         tried.append(tuple(choice))
         return dataclasses.replace(base, peak_bytes=budget + 1.0)
 
-    monkeypatch.setattr(Search, "mixture", over)
-    assert list(search.mixtures(base, levels, budget)) == []
+    monkeypatch.setattr(Mixer, "mixture", over)
+    assert list(search.mixer.mixtures(base, levels, budget)) == []
     assert len(tried) > 2 and len(set(tried)) == len(tried)
 
 
@@ -159,8 +160,8 @@ def test_mixtures_for_less_room_are_tried_too(monkeypatch):
         tried.append(tuple(choice))
         return dataclasses.replace(base, seconds=next(seconds))
 
-    monkeypatch.setattr(Search, "mixture", fits)
-    assert fastest_of_first(search.mixtures(base, levels, math.inf), patience=2).seconds == 2.0
+    monkeypatch.setattr(Mixer, "mixture", fits)
+    assert fastest_of_first(search.mixer.mixtures(base, levels, math.inf), patience=2).seconds == 2.0
     assert len(tried) == len(set(tried)) == 5
 
 

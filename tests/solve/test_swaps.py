@@ -79,14 +79,14 @@ def test_swaps_go_where_thresholds_do_not_and_near_the_best_of_all_sets():
         sets = [set(k) for k in kept]
         for value in chosen:
             sets[block_of[value]].add(value)
-        everything.append(search._keeping(base, tuple(map(frozenset, sets)), frozenset()))
+        everything.append(search.mixer.keeping(base, tuple(map(frozenset, sets)), frozenset()))
     assert len(everything) == 2 ** len(offered) >= 16
     levels = [search.candidate(search.model(remat.variant(level)), base.x, 0) for level in remat.levels()]
     peaks = sorted(c.peak_bytes for c in everything)
     better = optimal = 0
     for budget in np.linspace(peaks[0] * 1.01, peaks[-1] * 1.01, 9):
         start = min((c for c in levels if c.peak_bytes <= budget), key=lambda c: c.seconds)
-        make = functools.partial(search._keeping, start, offloaded=frozenset())
+        make = functools.partial(search.mixer.keeping, start, offloaded=frozenset())
         found = swapped(remat, start, make, budget, 1, lambda: False)
         best = min(c.seconds for c in everything if c.peak_bytes <= budget)
         assert found.seconds <= start.seconds and found.peak_bytes <= budget and check(found, budget) == []
@@ -127,7 +127,7 @@ def test_the_search_is_as_fast_as_the_best_of_all_sets(name):
         sets = [set(k) for k in kept]
         for value in itertools.compress(values, chosen):
             sets[block_of[value]].add(value)
-        everything.append(search._keeping(base, tuple(map(frozenset, sets)), frozenset()))
+        everything.append(search.mixer.keeping(base, tuple(map(frozenset, sets)), frozenset()))
     front = []
     for c in sorted(everything, key=lambda c: (c.peak_bytes, c.seconds)):
         front += [c] if not front or c.seconds < front[-1].seconds else []

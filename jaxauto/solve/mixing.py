@@ -1,0 +1,100 @@
+"""Answers whose blocks keep unalike, sharded as one that was found: by the chain's dynamic programme (``chain.py``)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from jaxauto.solve.candidate import QUICK, Candidate
+from jaxauto.solve.chain import Option, least_budget, solve_chain
+from jaxauto.solve.choices import choices
+from jaxauto.solve.remat import Kept, Level, Splits
+from jaxauto.solve.tighten import TOLERANCE
+from jaxauto.strategies import shards
+
+if TYPE_CHECKING:
+    from jaxauto.solve.search import Search
+
+_ROOMS = (1.02, 1.05)  # times the least memory so far: what blocks may fill where less is sought by unalike ones
+_MIXES = 8  # choices of a chain that are tried, each for less room; half as many for a large program
+
+
+class Mixer:
+    """Of one search."""
+
+    def __init__(self, search: Search):
+        self.search = search
+
+    def splitting(self, levels: Sequence[Level]) -> tuple[bool, ...]:
+        """Whether to mix without splits, and with them."""
+        return (False, True) if self.search.remat.splittable and len(levels) > 1 else (False,)
+
+    def mixtures(
+        self, best: Candidate, levels: list[Level], budget_bytes: float, *, waiting: bool = False, splitting: bool = False
+    ) -> Iterator[Candidate]:
+        """Each block keeps as much as some room allows, by the chain's dynamic programme: what fits, for less room each time.
+
+        The programme's seconds are those of blocks one by one: what is best of little room can be faster than what is best of more.
+
+        Args:
+          waiting: transfers to the host's memory hide behind nothing.
+          splitting: scans can be split (``segments.py``).
+        """
+        if best.level == 0 or not self.search.remat.blocks:
+            return
+        options = self.options(best, levels, waiting=waiting, splitting=splitting)
+        held = sum(o[best.level].kept_bytes for o in options) + max(o[best.level].peak_bytes for o in options)
+        most = sum(max(o.kept_bytes + o.peak_bytes for o in block) for block in options)
+        room, least = min(budget_bytes - best.peak_bytes + held, most), least_budget(options)
+        tries = _MIXES if len(self.search.remat.graph.values) < QUICK else _MIXES // 2
+        for left in range(tries, 0, -1):
+            answer = solve_chain(options, room)
+            if answer is None:
+                return
+            mixed = self.mixture(best, options, answer.choice)
+            over = mixed.peak_bytes - budget_bytes
+            if over <= 0:
+                yield mixed
+            step = over if over > 0 else (room - least) / left
+            room = min(room - step, max(answer.peak_bytes) * (1 - TOLERANCE))  # another choice each time
+
+    def mixture(self, base: Candidate, options: Sequence[Sequence[Option]], choice: Sequence[int]) -> Candidate:
+        """The sharding of ``base`` with block ``b`` kept as ``options[b][choice[b]]`` says."""
+        chosen = [options[b][c].what for b, c in enumerate(choice)]
+        offloaded = frozenset().union(base.variant.offloaded & self.search.remat.state(1.0), *(keep.offloaded for keep in chosen))
+        splits = tuple((b, keep.split) for b, keep in enumerate(chosen) if keep.split)
+        return self.keeping(base, tuple(keep.kept for keep in chosen), offloaded, splits)
+
+    def keeping(self, base: Candidate, kept: Kept, offloaded: frozenset[int], splits: Splits | None = None) -> Candidate:
+        """The sharding of ``base`` where blocks keep something else; scans that are split run again in no other way.
+
+        ``splits``: None: as ``base`` has them.
+        """
+        level = base.variant.level
+        splits = level.splits if splits is None else splits
+        apart = {y for b, _ in splits for node in (self.search.remat.blocks[b].scan or ())[:1] for y in node.outputs}
+        remade = frozenset((v, depth) for v, depth in level.remade if v not in apart)
+        level = replace(level, kept=kept, offloaded=offloaded, remade=remade, splits=splits)
+        return self.search.candidate(self.search.model(self.search.remat.variant(level)), base.x, base.level)
+
+    def options(self, base: Candidate, levels: list[Level], *, waiting: bool = False, splitting: bool = False) -> list[list[Option]]:
+        """For each block what it costs under each level, with the shardings of ``base``; see ``mixtures``."""
+        pieces = functools.cache(lambda number: float(shards(base.model.position(base.x, number)[None], self.search.mesh.sizes)[0]))
+        return choices(self.search.remat, levels, pieces, self.search.chip.host_bandwidth if waiting else None, splitting=splitting)
+
+    def leaner(self, leanest: Candidate, levels: list[Level], budget_bytes: float) -> Candidate:
+        """Blocks mixed for less memory: where one keeps what it can, what makes that again need not live while it goes backward.
+
+        Where scans can be split (``segments.py``), for the budget first.
+        """
+        goals = [(budget_bytes, True)] * (True in self.splitting(levels))
+        goals += [(room * leanest.peak_bytes, False) for room in _ROOMS if len(self.search.remat.graph.values) < QUICK]
+        for goal, splitting in goals:
+            if leanest.peak_bytes <= budget_bytes:
+                break
+            mixed = next(self.mixtures(leanest, levels, goal, splitting=splitting), None)
+            if mixed is not None and mixed.peak_bytes < leanest.peak_bytes:
+                leanest = mixed
+        return leanest
