@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxauto.core import Graph, LinkKind
+from jaxauto.core import Graph, LinkKind, Node
+from jaxauto.graph import FillEqn
 
 
 class Beside(NamedTuple):
@@ -91,12 +92,20 @@ def fill_early(graph: Graph, start: dict[int, int], position: Mapping[int, int],
       backward: those of a loop that runs backward too; XLA:TPU fills these, and with zeros, as the loop begins.
     """
     free = 1
-    for loop in sorted((n for n in graph.nodes if n.bodies), key=lambda n: position[n.id]):
+    for loop in sorted((n for n in graph.nodes if n.bodies or is_filling(n)), key=lambda n: position[n.id]):
+        if is_filling(loop):
+            start.update({x: min(start[x], free) for x in loop.outputs if x in start and (backward or not loop.backward)})
+            continue
         over = {link.target for link in loop.links if link.kind is LinkKind.OVER}
         for link in loop.links if backward or not loop.params.get("reverse") else ():
             if link.kind is LinkKind.YS and link.target in start and link.target not in in_place | over:
                 start[link.target] = min(start[link.target], free)
         free = position[loop.id] + 1
+
+
+def is_filling(node: Node) -> bool:
+    """Whether a node fills a stack that several loops write (``rewrite/split.py``)."""
+    return isinstance(node.eqn, FillEqn)
 
 
 def fill_together(graph: Graph, start: dict[int, int], in_place: Set[int]) -> None:
