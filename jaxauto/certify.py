@@ -4,8 +4,9 @@ The estimate e and the compiled c of one round give the next one, under a budget
 Where no plan has so little, the leanest plan is compiled: compilers stray from the estimate most where there is room to waste. The least
 that users are told of is what the compiler was seen to fit it into: asked for that much, the planner plans.
 Where the next one fits with room to spare, a faster plan between the two is tried, and one below that if it does not fit.
-Where none fits, a compiler that takes a limit is told of it: with memory to spare XLA:TPU leaves gaps in its heap. Where the gaps alone
-are too much, it is told at once: it closes them, and the step takes no longer.
+Where none fits, the leanest answer that splits no scan where these did, or the other way round, is compiled too: estimates of the two stray
+apart. Where that does not fit either, a compiler that takes a limit is told of it: with memory to spare XLA:TPU leaves gaps in its heap.
+Where the gaps alone are too much, it is told at once: it closes them, and the step takes no longer.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ MAX_ROUNDS = 3
 _SLACK = 0.02  # the next plan's excess differs a little
 _LEANEST = 0.0  # share of a plan's memory that no plan has
 _ROUNDING = 1e-6
+_APART = 0.05  # of the least memory: answers of the other kind that are looked at
 _SAME = 1e-3  # plans nearer to each other are one
 _BETWEEN = 24  # answers between the levels that are looked at
 _TRIES = 2  # of plans between one that fits and one that does not
@@ -70,6 +72,13 @@ def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str],
         if leaner is None:
             break
         plan = leaner
+    other = _otherwise(over[0][0], over[0][0], budget)
+    if other is not None:
+        fitting, needed = _fitted(other, budget, len(tried) + 1)
+        if fitting is not None:
+            return fitting
+        over.append((other, needed))
+        tried.append(f"{_mib(needed)} for a plan estimated at {_mib(other.estimate.peak_memory)}")
     nearest, needed = min(over, key=lambda o: o[1])
     limited = told[nearest] if nearest in told else _limited(nearest, budget, len(tried) + 1, progress)
     if limited is not None:
@@ -93,11 +102,26 @@ def least_told(error: InfeasibleError, step: Any, target: Target, options: Any, 
     try:
         leanest = solve(step, target, error.least_bytes * (1 + _ROUNDING), options, progress)
         room = _room(leanest, _needs(leanest)[0], 2, progress)
+        most = min(room, error.least_bytes * (1 + _APART))
+        near = solve(step, target, most, options, progress) if room > error.least_bytes * (1 + _SAME) else leanest
+        other = _otherwise(near, leanest, most)
+        if other is not None:
+            room = min(room, max(_needs(other)[0], other.estimate.peak_memory))
     except (InfeasibleError, TargetError, aot.CompilerFailure):
         return error
     if room <= error.least_bytes:
         return error
     return InfeasibleError(f"{error} For that plan the compiler needs {size(room, up=True)}.", room)
+
+
+def _otherwise(searched: Plan, plan: Plan, budget: float) -> Plan | None:
+    """The leanest answer of the search that ``searched`` came of with scans split where ``plan`` splits none, or none where it does."""
+    from jaxauto.planner import plan_for
+
+    solved, splits = searched._bound().solved, bool(plan.decisions.splits)
+    found = [c for c in solved.fitting if bool(c.variant.level.splits) != splits and c.peak_bytes <= budget]
+    leanest = min(found, key=lambda c: (c.peak_bytes, c.seconds), default=None)
+    return plan_for(solved, leanest, budget, solved.options) if leanest is not None else None
 
 
 def _room(plan: Plan, needed: float, number: int, progress: Callable[[str], None]) -> float:
