@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-
 from jaxauto import compat
 from jaxauto.core import Graph, Link, LinkKind, Literal, Node, Value
 from jaxauto.one_hot import as_comparison
@@ -207,7 +205,7 @@ class FillEqn:
 
     def __init__(self, eqn, aval):
         self.primitive = _Named("broadcast_in_dim")
-        self.zero = Literal(0, jax.core.ShapedArray((), aval.dtype))
+        self.zero = Literal(0, aval.update(shape=()))
         self.params: dict = {"shape": tuple(aval.shape), "broadcast_dimensions": (), "sharding": None}
         self.source_info = eqn.source_info
         self.effects = frozenset()

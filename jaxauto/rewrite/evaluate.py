@@ -86,7 +86,7 @@ def _scan(node: Node, operands: list, pin: Pins, first: Any) -> list:
     carries = body.inputs[node.num_consts : node.num_consts + node.num_carry]
     init = [pin.value(number, _as(body, number, array)) for number, array in zip(carries, init, strict=True)]
     given = (lax.iota("int32", node.trips) if node.window else None, [x for x, all_of_it in zip(xs, whole, strict=True) if not all_of_it])
-    unroll = node.params.get("unroll", 1) if node.window is None else 1
+    unroll = node.params.get("unroll", 1) if window.each == 1 else 1
     with compat.source_of(node.eqn, node.scope):
         (carry, stacks), ys = lax.scan(step, (init, stacks), given, length=node.trips, reverse=node.reverse, unroll=unroll)
     return [*carry, *ys, *stacks]

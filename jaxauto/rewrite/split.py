@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from jaxauto import compat
 from jaxauto.blocks import Block
 from jaxauto.core import Graph, Literal, Node, Split, Trips, Window
+from jaxauto.graph import walk
 from jaxauto.rewrite.program import Program, renamed
 
 Operand = int | Literal
@@ -46,9 +47,14 @@ class Part:
 
 
 def can_split(blocks: Sequence[Block], number: int) -> bool:
-    """Whether the trips of a block can differ: it is a pair of scans, in opposite directions, of which no other block has one."""
+    """Whether the trips of a block can differ: it is a pair of scans, in opposite directions, of which no other block has one.
+
+    And nothing that it does forward shows (callbacks, prints): that must not happen again.
+    """
     scans = blocks[number].scan
-    if scans is None or any({*scans} & {*(other.scan or ())} for b, other in enumerate(blocks) if b != number):
+    if scans is None or any(n.eqn.effects for body in scans[0].bodies for n in walk(body)):
+        return False
+    if any({*scans} & {*(other.scan or ())} for b, other in enumerate(blocks) if b != number):
         return False
     forward, backward = scans
     values = blocks[number].graph.values

@@ -158,7 +158,7 @@ class Answer:
                 total["compute"] += self.model.variant.extra[op.node.id] * roofline(self, op, self.placed.again)
             for o in op.operands:
                 part = self.passage(self.holder(o), self.operand(op, o), self.bytes_of(o.value))
-                again = self.model.groups.times[op.node.id] if (op.node.id, o.value) in self.together else 0
+                again = self.together.get((op.node.id, o.value), 0)
                 self.charge(total, self.resource(o.value, -1), times - again, part, op.node.id)
             for o in op.results:
                 longer = self.windowed(op, o)

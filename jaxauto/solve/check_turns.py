@@ -21,7 +21,7 @@ def copies(answer: Answer) -> Iterator[tuple[float, float]]:
         for o in op.operands:
             here = answer.holder(o)
             if answer.resource(o.value, -1) == "prefetch" and is_turned(answer, here, answer.operand(op, o), len(o.dims)):
-                together = groups.times[op.node.id] if (op.node.id, o.value) in answer.together else 0
+                together = answer.together.get((op.node.id, o.value), 0)
                 yield answer.bytes_of(o.value) / answer.pieces(here), again - together
         for o in op.results:
             here, there = answer.operand(op, o), answer.holder(o)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Set
 
 import numpy as np
 
-from jaxauto.core import Graph, Kind, Value
+from jaxauto.core import Graph, Kind, Node, Value
 from jaxauto.graph import HOST, multiplicity, value_bytes, walk
 from jaxauto.groups import WHOLE, Groups
 from jaxauto.rewrite.away import fetched
@@ -69,26 +69,33 @@ def buffer_runs(variant: Variant, groups: Groups) -> np.ndarray:
     return runs
 
 
-def read_together(variant: Variant, groups: Groups, weights: Set[int]) -> frozenset[tuple[int, int]]:
-    """(node, value) of what recomputed operations read and operations of the backward pass read too: it is gathered once for both.
+def read_together(variant: Variant, groups: Groups, weights: Set[int]) -> dict[tuple[int, int], int]:
+    """(node, value) of what recomputed operations read and operations of the backward pass read too: it is gathered once for both;
+    and how often in a step.
 
     Of ``weights`` (what depends on no batch) alone: of activations the two mostly want different parts. Both are taken to want a weight
     in the same sharding. In straight code a barrier parts them, see ``recompute.py``; in loops nothing does.
     """
     rewritten, written = variant.rewritten, groups.graph.values
-    operations = {op.node.id for op in groups.operations}
-    found = set()
+    operations, times = {op.node.id for op in groups.operations}, multiplicity(rewritten.graph)
+
+    def as_written(node: Node) -> Node | None:
+        """The operation that a node is, or is a copy of."""
+        made = written.get(rewritten.origin.get(node.outputs[0], node.outputs[0])) if node.outputs else None
+        found = made.producer if made is not None else None
+        return found if found is not None and found.id in operations and found.prim == node.prim else None
+
+    found: dict[tuple[int, int], int] = {}
     for node in walk(rewritten.graph):
-        if not node.outputs or node.outputs[0] not in rewritten.origin:
-            continue
-        original = written[rewritten.origin[node.outputs[0]]].producer
-        if original is None or original.id not in operations or original.id == node.id or node.prim != original.prim:
+        original = as_written(node)
+        if original is None or original.id == node.id or original.backward:
             continue
         for k, x in enumerate(node.inputs):
-            users = rewritten.graph.values[x].users if isinstance(x, int) and original.inputs[k] in weights else ()
-            if any(user.id in operations and user.backward for user in users):
-                found.add((original.id, original.inputs[k]))
-    return frozenset(found)
+            read = original.inputs[k]
+            users = rewritten.graph.values[x].users if isinstance(x, int) and isinstance(read, int) and read in weights else ()
+            if any((other := as_written(user)) is not None and other.backward for user in users):
+                found[original.id, read] = found.get((original.id, read), 0) + times[node.id]  # type: ignore[index]
+    return found
 
 
 def trips(groups: Groups, number: int) -> int:

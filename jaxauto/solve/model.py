@@ -203,8 +203,7 @@ class Model:
 
     def fetches(self, op: Operation, operand: Operand) -> int:
         """How often an operand is brought into the sharding that its operation wants."""
-        shared = self.groups.times[op.node.id] if (op.node.id, operand.value) in self.together else 0
-        return self.again(op.node.id) - shared
+        return self.again(op.node.id) - self.together.get((op.node.id, operand.value), 0)
 
     def runs(self, op: Operation) -> list[tuple[float, Near]]:
         """How often a node runs in a step, and what of it is on chip then: as written, and made again."""

@@ -176,6 +176,19 @@ def test_splits_that_cannot_be(split, message):
         recompute(graph, {}, splits={0: split})
 
 
+def test_what_shows_does_not_run_again():
+    def loss(w, x):
+        def layer(x, w):
+            jax.debug.print("{}", x[0, 0])
+            return jnp.tanh(x @ w), None
+
+        return jnp.sum(jax.lax.scan(layer, x, w)[0] ** 2)
+
+    _, (params, x) = layers()
+    blocks = find_blocks(graph_of(lambda w, x: w - 0.1 * jax.grad(loss)(w, x), (params["w"], x)))
+    assert blocks[0].scan is not None and not can_split(blocks, 0)
+
+
 def test_a_straight_block_cannot_be_split():
     graph = graph_of(*STEPS["transformer_loop"]())
     with pytest.raises(ValueError, match="block 0 cannot be split: it is no scan"):

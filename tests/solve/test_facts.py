@@ -51,7 +51,7 @@ def test_recomputed_and_backward_matmuls_read_one_gathered_weight(planned):
 
 def test_nothing_is_read_together_where_nothing_is_recomputed(planned):
     remat, weights = planned
-    assert read_together(remat.variant(remat.levels()[0]), remat.groups, weights) == frozenset()
+    assert read_together(remat.variant(remat.levels()[0]), remat.groups, weights) == {}
 
 
 def test_a_stack_is_made_once_for_all_trips(planned):
