@@ -139,10 +139,14 @@ def _donated(plan: Plan) -> tuple[int, ...]:
 
 def policy_source(graph: Graph, decisions: Decisions) -> str:
     """Source of ``checkpoint_policy()``, or a comment when nothing is recomputed."""
-    if all(kept is None for kept in decisions.kept):
+    if all(kept is None for kept in decisions.kept) and not decisions.splits:
         return "\n# Rematerialisation: none; everything is kept as the step is written.\n"
     sent = decisions.offloaded.difference(graph.inputs, graph.outputs)
     away = f"\n# The plan keeps {len(sent)} arrays in host memory; this policy saves them on the device.\n" if sent else ""
+    if decisions.splits:
+        away += (
+            "\n# The layers of a loop keep unalike in the plan, or run again in segments; this policy saves what the first of them keep.\n"
+        )
     table = {key: turns for key, turns in policy_table(graph, decisions, detailed=False).items() if any(turns)}
     return away + _POLICY.format(table=pprint.pformat(table, width=130, sort_dicts=False))
 

@@ -13,7 +13,7 @@ from jaxauto.blocks import Block, closure, phases
 from jaxauto.graph import value_bytes
 from jaxauto.solve.chain import Option
 from jaxauto.solve.remat import Level, Remat
-from jaxauto.solve.segments import Keep, Trips
+from jaxauto.solve.segments import Keep, ScanOptions
 
 
 def choices(
@@ -34,14 +34,14 @@ def choices(
     turns = _turns(remat)
     owner = {v: b for b in turns for v in _inside(remat.blocks[b])}
     held = [_held(remat, level, pieces, turns, owner) for level in levels]
-    trips = {b: Trips(remat, block, pieces) for b, block in enumerate(remat.blocks) if block.scan}
+    scans = {b: ScanOptions(remat, block, pieces) for b, block in enumerate(remat.blocks) if block.scan}
 
     def option(b: int, number: int) -> Option:
         block, level = remat.blocks[b], levels[number]
         keep, what = level.kept[b], Keep(level.kept[b], level.offloaded & remat.values_of(b), dict(level.splits).get(b))
         size = {v: value_bytes(remat.graph.values[v]) / pieces(v) * block.count for v in {*(keep or ()), *block.residuals}}
-        if b in trips:
-            told = trips[b].option(keep, what.split, level.offloaded)
+        if b in scans:
+            told = scans[b].option(keep, what.split, level.offloaded)
             kept, again, seconds = told.kept_bytes, told.peak_bytes, told.seconds
         else:
             kept, again = held[number][b] if b in turns else _of_residuals(block, level, keep, size)
@@ -54,7 +54,7 @@ def choices(
     found = [[option(b, number) for number in range(len(levels))] for b in range(len(remat.blocks))]
     ways = [level.kept for level in levels if not level.offloaded]
     for b in remat.splittable if splitting else ():
-        found[b] += trips[b].splits([kept[b] for kept in ways])
+        found[b] += scans[b].splits([kept[b] for kept in ways])
     return found
 
 

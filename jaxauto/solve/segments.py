@@ -24,8 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxauto.blocks import Block, closure
-from jaxauto.core import Split
-from jaxauto.core import Trips as Part
+from jaxauto.core import Split, Trips
 from jaxauto.cost.compute import traffic_seconds
 from jaxauto.cost.stacks import PASSES
 from jaxauto.graph import value_bytes
@@ -67,7 +66,7 @@ class Costs:
     seconds: np.ndarray
 
 
-class Trips:
+class ScanOptions:
     """The scan of a block, for one sharding; ``pieces``: value → in how many pieces it lies on the mesh."""
 
     def __init__(self, remat: Remat, block: Block, pieces: Callable[[int], float]):
@@ -163,7 +162,7 @@ class Trips:
 
 @dataclass(frozen=True)
 class _Table:
-    """Cuts and what they cost, see ``Trips.costs``."""
+    """Cuts and what they cost, see ``ScanOptions.costs``."""
 
     head: Trip
     tail: Trip
@@ -176,11 +175,13 @@ class _Table:
         lengths = [tuple(m for m in part if m) for part in self.segments[:, :, at].T.tolist()]
         (_, first), *rest = zip(self.count[:, at].tolist(), lengths, strict=True)
         keeps = [self.head.kept] * (len(rest) - 1) + [self.tail.kept]
-        parts = tuple(Part(count, segments, kept) for (count, segments), kept in zip(rest, keeps, strict=True) if count)
+        parts = tuple(Trips(count, segments, kept) for (count, segments), kept in zip(rest, keeps, strict=True) if count)
         return Keep(self.head.kept, split=Split(first, parts))
 
 
-Cuts = tuple[np.ndarray, np.ndarray]  # count and segments as in ``Trips.costs``; the last part is not run again, and may have no trips
+Cuts = tuple[
+    np.ndarray, np.ndarray
+]  # count and segments as in ``ScanOptions.costs``; the last part is not run again, and may have no trips
 
 
 def _steps(n: int) -> np.ndarray:

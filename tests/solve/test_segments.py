@@ -40,7 +40,7 @@ def prepared(step, args, target="v5p:1x1x1"):
     found = read(step, args, {})
     remat = Remat(found.graph, found.groups, found.aliased, Target(target).chip)
     (number,) = remat.splittable
-    return remat, number, segments.Trips(remat, remat.blocks[number], lambda _: 1.0)
+    return remat, number, segments.ScanOptions(remat, remat.blocks[number], lambda _: 1.0)
 
 
 def some_splits(count, ways, seed, most):
@@ -149,6 +149,7 @@ def test_a_plan_with_segments_runs_and_is_stored(mesh, tmp_path):
     told = [d for d in plan.remat if "carry of every segment" in d.name]
     assert told and all(d.action == "kept" for d in told)
     assert "in segments of" in str(plan.explain())
+    assert "or run again in segments" in plan.export()
     plan.save(tmp_path / "plan.json")
     loaded = jaxauto.Plan.load(tmp_path / "plan.json", step, *args)
     assert loaded.decisions == plan.decisions
