@@ -39,7 +39,7 @@ def choices(
     def option(b: int, number: int) -> Option:
         block, level = remat.blocks[b], levels[number]
         keep, what = level.kept[b], Keep(level.kept[b], level.offloaded & remat.values_of(b), dict(level.splits).get(b))
-        size = {v: value_bytes(remat.graph.values[v]) / pieces(v) * block.count for v in {*(keep or ()), *block.residuals}}
+        size = {v: value_bytes(remat.graph.values[v]) / pieces(v) * block.count for v in {*(keep or ()), *block.residuals, *what.offloaded}}
         if b in scans:
             told = scans[b].option(keep, what.split, level.offloaded)
             kept, again, seconds = told.kept_bytes, told.peak_bytes, told.seconds

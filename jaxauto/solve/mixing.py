@@ -94,7 +94,7 @@ class Mixer:
         for goal, splitting in goals:
             if leanest.peak_bytes <= budget_bytes:
                 break
-            mixed = next(self.mixtures(leanest, levels, goal, splitting=splitting), None)
+            mixed = next(self.mixtures(leanest, levels, goal, waiting=splitting, splitting=splitting), None)
             if mixed is not None and mixed.peak_bytes < leanest.peak_bytes:
                 leanest = mixed
         return leanest

@@ -87,33 +87,32 @@ class Search:
         started = time.monotonic()
         levels = list(levels)
         best: Candidate | None = None
-        leanest: Candidate | None = None
+        least: dict[bool, Candidate] = {}  # the leanest of those with something in the host's memory, and of the others
         fitting: list[Candidate] = []
-        room = lambda: budget_bytes / leanest.peak_bytes if leanest is not None else 1.0  # noqa: E731
+        room = lambda: budget_bytes / min(c.peak_bytes for c in least.values()) if least else 1.0  # noqa: E731
         for number, level in enumerate(self._offered(fitting, levels, room)):
-            if leanest is not None and number < len(levels) - 1 and self.out_of_time():
+            if least and number < len(levels) - 1 and self.out_of_time():
                 continue  # nothing fits yet: what time is left over for is the level that keeps least
             for candidate in self._offers(number, level, budget_bytes):
-                if leanest is None or candidate.peak_bytes < leanest.peak_bytes:
-                    leanest = candidate
+                away = bool(candidate.variant.offloaded)
+                least[away] = min(least.get(away, candidate), candidate, key=lambda c: c.peak_bytes)
                 if candidate.peak_bytes <= budget_bytes:
                     fitting.append(candidate)
                     best = candidate if best is None or candidate.seconds < best.seconds else best
             roomy = not self.written
             if best is not None and (self.out_of_time() or (roomy and best.level < number)):
                 break  # without pressure on memory, recomputing more does not help where recomputing less did not
-        assert leanest is not None
-        if best is not None:
-            for start in least_of_each(fitting, lambda c: replace(c.variant.level, kept=())):
-                fitting += self._between(start, levels, budget_bytes)
-            best = min(fitting, key=lambda c: c.seconds)
-        else:
-            mixed = self.mixer.leaner(leanest, levels, budget_bytes)
-            if mixed is not leanest:
-                leanest, self.models[_MIXED] = mixed, mixed.model
-            if leanest.peak_bytes <= budget_bytes:
-                fitting += [leanest, *self._anew(leanest, levels, budget_bytes)]
-                best = min(fitting, key=lambda c: c.seconds)
+        for start in least_of_each(fitting, lambda c: replace(c.variant.level, kept=())):
+            fitting += self._between(start, levels, budget_bytes)
+        leanest = min(least.values(), key=lambda c: c.peak_bytes)
+        for base in dict.fromkeys((least[False],) if fitting else (least[False], leanest)):
+            mixed = self.mixer.leaner(base, levels, budget_bytes)
+            if mixed is not base:
+                self.models[_MIXED] = mixed.model
+                leanest = min(leanest, mixed, key=lambda c: c.peak_bytes)
+                if mixed.peak_bytes <= budget_bytes:
+                    fitting += [mixed, *self._anew(mixed, levels, budget_bytes)]
+        best = min(fitting, key=lambda c: c.seconds, default=None)
         found = Found(best, leanest, min(self.bounds.values()), {"search": time.monotonic() - started}, fitting=fitting)
         if best is None:
             self._close(found, budget_bytes)
