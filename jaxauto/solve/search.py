@@ -10,7 +10,8 @@ Under a budget M with multipliers λ_r ≥ 0 on memory rows and μ ∈ [0, 1] on
 is one elimination (``eliminate.py``); its minimiser is a candidate, its value a lower bound. λ is raised until the candidate fits and
 then bisected; the rows are the peaks that candidates show (cutting planes). What gap is left then is closed by ``tighten.py``, as far
 as its work goes; where it is not, a MILP over the states near the best answer is asked. Answers go down by single changes (``descend.py``);
-and so does what blocks keep (``swaps.py``). Where no level fits, what lies between blocks is made again too (``nested.py``).
+and so does what blocks keep (``swaps.py``). Where no level fits, what lies between blocks is made again too (``nested.py``); and scans are
+cut into parts that keep unalike (``segments.py``), there and wherever blocks are mixed.
 """
 
 from __future__ import annotations
