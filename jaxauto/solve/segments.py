@@ -11,7 +11,8 @@ forward pass takes f seconds:
 Cuts that are worked out, for all pairs of what the levels keep, all at once; of these what nothing beats in bytes and seconds is offered:
 - two parts, without segments: each trip is run again by itself, or some are not at all
 - equal segments, one or two deep, and a part that is not run again at the end
-- up to ``_PARTS`` parts of one segment each, shorter each time by what the carries between them take, and such a part at the end
+- up to ``_PARTS`` parts of one segment each, shorter each time by what the carries between them take, and such a part at the end; but not
+  where the compiler fills the stacks of a segment long before it runs
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ class ScanOptions:
         forward = block.scan[0]
         stacked = dict(zip(forward.outputs, forward.bodies[0].outputs, strict=True))
         self.always = {stacked[y] for y in own_stacks(*block.scan, block.graph)} - {*block.residuals}  # carries mostly
-        self.apart = remat.chip.platform == "gpu"  # see ``liveness.fill_together``
+        gpu = remat.chip.platform == "gpu"
+        self.apart = gpu  # parts differ in length, see ``liveness.fill_together``
+        self.single = not gpu or remat.devices == 1  # on several devices XLA:GPU fills the stacks of one segment as the step begins
         self.carries = forward.bodies[0].inputs[forward.num_consts :][: forward.num_carry]
         self.carry_bytes = sum(map(self.bytes_of, self.carries))
         self.forward_seconds = sum(map(self.seconds_of, block.forward))
@@ -150,11 +153,11 @@ class ScanOptions:
         """Cuts whose last part keeps what ``tail`` does; ``alone``: and those that have no such part."""
         n = self.block.count
         less = self.carry_bytes / head.held if head.held else 0.0
-        by = itertools.product(range(1, _PARTS + 1), range(3 if self.apart else 1))
+        by = itertools.product(range(1, _PARTS + 1) if self.single else (), range(3 if self.apart else 1))
         shorter = (_shorter(n, parts, less, more=more, apart=self.apart) for parts, more in by)
         cuts = [*([_pairs(n)] if head is not tail else []), _equal(n), _deeper(n), *shorter]
         for count, segments in cuts:
-            which = np.nonzero((count[-1] > 0) | alone)[0]
+            which = np.nonzero(((count[-1] > 0) | alone) & (self.single | (count[0] != segments[0, 0])))[0]
             count, segments = count[:, which], segments[:, :, which]
             if len(which):
                 yield _Table(head, tail, count, segments, self.costs(count, segments, [head] * (len(count) - 1) + [tail]))
