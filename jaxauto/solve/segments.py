@@ -35,7 +35,7 @@ from jaxauto.solve.remat import Remat
 
 _STEP = 0.02  # of the bytes: options nearer than that are one
 _LONG = 256  # trips: of longer scans parts are multiples of an even share of them
-_PARTS = 6
+_PARTS = 3  # each is two or three loops more to compile
 _DEEP, _MOST = 16, 4_000  # of cuts two deep: the longest inner segment, and the most segments in one; how many are worked out
 
 
