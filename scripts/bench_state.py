@@ -2,8 +2,7 @@
 
 AdamW by hand on decoders of remat_cases.py with full ``jax.checkpoint``, on one device. "fetched first": both moments come to the device at
 the start of the step and go back at its end, as training recipes do it. "leaf by leaf": the moments of a parameter are fetched when its
-gradient and the parameter before it are done (``optimization_barrier``), and sent back at once. "slice by slice": so, and of a stack of
-layers (of scanned models) one layer at a time, in a loop. Seconds are the referee's: the roofline of
+gradient and the parameter before it are done (``optimization_barrier``), and sent back at once. Seconds are the referee's: the roofline of
 the compiled schedule, where copies over the host's link follow each other. Beside it the least that a plan takes with everything on the
 device, which is what else a user can do.
 """
@@ -33,7 +32,7 @@ from jaxauto.targets.target import Target  # noqa: E402
 
 CONFIGS = {"Llama 1B": LLAMA_1B, "GPT-2 medium, unrolled": GPT2_MEDIUM.with_(scan=False, layers=4)}
 TARGETS = ("h100:1", "v5e:1x1", "v5p:1x1x1")
-FORMS = ("on the device", "fetched first", "leaf by leaf", "slice by slice")
+FORMS = ("on the device", "fetched first", "leaf by leaf")
 LEAST = "on the device, least plan"
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 RATE, MEAN, SQUARES, SMALL, DECAY = 3e-4, 0.9, 0.999, 1e-8, 1e-4  # of AdamW (arXiv 1711.05101)
@@ -47,17 +46,6 @@ def updated(p: jax.Array, g: jax.Array, m: jax.Array, v: jax.Array, count: jax.A
     return p - RATE * (direction + DECAY * p), m, v
 
 
-def in_slices(p: jax.Array, g: jax.Array, m: jax.Array, v: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """``updated``, one slice after the other; the moments are in the host's memory before and after."""
-
-    def one(_: None, slices: tuple) -> tuple[None, tuple]:
-        p, g, m, v = slices
-        p, m, v = updated(p, g, *jax.device_put((m, v), DEVICE), count)
-        return None, (p, *jax.device_put((m, v), HOST))
-
-    return jax.lax.scan(one, None, (p, g, m, v))[1]
-
-
 def step_on(form: str, config: models.Decoder) -> Callable:
     """``step(params, first moments, second moments, count, batch)``, moments in host memory unless ``form`` says otherwise."""
 
@@ -69,13 +57,10 @@ def step_on(form: str, config: models.Decoder) -> Callable:
         leaves, tree = jax.tree.flatten(params)
         found: list[tuple] = []
         for p, g, m, v in zip(leaves, *map(jax.tree.leaves, (grads, first, second)), strict=True):
-            if form.endswith(("leaf", "slice")):
+            if form == "leaf by leaf":
                 before = [found[-1][0]] if found else []
                 m, v, g, *before = jax.lax.optimization_barrier((m, v, g, *before))
                 found[-1:] = [(*before, *found[-1][1:])] if found else []
-                if form == "slice by slice" and p.ndim > 2:
-                    found.append(in_slices(p, g, m, v, count.astype(jnp.float32)))
-                    continue
                 m, v = jax.device_put((m, v), DEVICE)
             p, m, v = updated(p, g, m, v, count.astype(jnp.float32))
             found.append((p, *((m, v) if form == "on the device" else jax.device_put((m, v), HOST))))
@@ -125,7 +110,7 @@ def main() -> None:
     lines += ["| step | target | moments | device GiB | host GiB | ms |", "|---|" + "---|" * 5]
     for name in CONFIGS:
         for target in TARGETS:
-            for form in (*(f for f in FORMS if f != "slice by slice" or CONFIGS[name].scan), LEAST):
+            for form in (*FORMS, LEAST):
                 lines.append(least(name, target) if form == LEAST else measured(name, target, form))
                 print(lines[-1], flush=True)
                 (HERE / "results" / "state.md").write_text("\n".join(lines) + "\n")
