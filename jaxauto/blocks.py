@@ -65,6 +65,11 @@ class Block:
         """All values that it makes, in program order. Blocks of equal structure have their counterparts at equal places."""
         return tuple(out for node in self.forward for out in node.outputs)
 
+    @property
+    def carries(self) -> tuple[int, ...]:
+        """What the body of its scan is given by the trip before; () without a scan."""
+        return tuple(x for node in (self.scan or ())[:1] for x in node.bodies[0].inputs[node.num_consts :][: node.num_carry])
+
 
 def find_blocks(graph: Graph) -> tuple[Block, ...]:
     """The blocks of a step that have residuals, in forward order; those inside a loop body stand where the loop does."""

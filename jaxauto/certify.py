@@ -11,6 +11,7 @@ Where the gaps alone are too much, it is told at once: it closes them, and the s
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -102,13 +103,14 @@ def least_told(error: InfeasibleError, step: Any, target: Target, options: Any, 
     try:
         leanest = solve(step, target, error.least_bytes * (1 + _ROUNDING), options, progress)
         room = _room(leanest, _needs(leanest)[0], 2, progress)
+    except (InfeasibleError, TargetError, aot.CompilerFailure):
+        return error
+    with contextlib.suppress(InfeasibleError, TargetError, aot.CompilerFailure):  # what was seen to fit stays so
         most = min(room, error.least_bytes * (1 + _APART))
         near = solve(step, target, most, options, progress) if room > error.least_bytes * (1 + _SAME) else leanest
         other = _otherwise(near, leanest, most)
         if other is not None:
             room = min(room, max(_needs(other)[0], other.estimate.peak_memory))
-    except (InfeasibleError, TargetError, aot.CompilerFailure):
-        return error
     if room <= error.least_bytes:
         return error
     return InfeasibleError(f"{error} For that plan the compiler needs {size(room, up=True)}.", room)

@@ -73,10 +73,10 @@ def _in_parts(split: Split) -> str:
     """How the trips of a loop differ."""
 
     def how(segments: tuple[int, ...]) -> str:
-        return f"in segments of {' of '.join(map(str, segments))}" if segments else "each by itself"
+        return f"again in segments of {' of '.join(map(str, segments))}" if segments else "each by itself"
 
     rest = "".join(f", then {part.count} {how(part.segments)}" for part in split.rest)
-    return f"A loop recomputes its first trips {how(split.segments)}{rest}: what a segment keeps is there while it goes backward."
+    return f"The trips of a loop differ: the first run {how(split.segments)}{rest}."
 
 
 def _largest(plan: Plan, best: Candidate) -> Section:

@@ -56,13 +56,10 @@ def _of_part(remat: Remat, best: Candidate, b: int, block: Block, part: Trips, o
                 source=node.source if node else "",
             )
         )
-    if nested and block.scan:
-        segments, body = block.count // part.segments[0], block.scan[0]
-        for number in body.bodies[0].inputs[body.num_consts :][: body.num_carry]:
-            value, bytes_ = remat.graph.values[number], value_bytes(remat.graph.values[number]) / _pieces(best, number) * segments
-            found.append(
-                RematDecision(f"{block.name}: carry of every segment", "kept", (segments, *value.shape), str(value.dtype), bytes_, 0.0)
-            )
+    for number in block.carries if nested else ():
+        value, segments = remat.graph.values[number], block.count // part.segments[0]
+        name, bytes_ = f"{block.name}: carry of every segment", value_bytes(value) / _pieces(best, number) * segments
+        found.append(RematDecision(name, "kept", (segments, *value.shape), str(value.dtype), bytes_, 0.0))
     return found
 
 

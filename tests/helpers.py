@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import math
 import re
 
 import jax
@@ -29,6 +31,7 @@ __all__ = [
     "graph_of",
     "next_args",
     "precise",
+    "rotor",
     "tolerance_of",
     "words",
 ]
@@ -203,3 +206,15 @@ def assert_consistent(graph):
     ids = [node.id for node in walk(graph)]
     assert len(ids) == len(set(ids))
     assert all(value.users == users[number] for number, value in graph.values.items())
+
+
+@functools.cache
+def rotor(first, last, slots):
+    """Forward passes run more than once for layers ``first`` to ``last`` of a chain (Rotor, Inria RR-9302, theorem 1).
+
+    ``slots``: of activations beside the input of ``first``. That layer's result stays, or the input of a later one does.
+    """
+    if slots < 0 or first == last:
+        return math.inf if slots < 0 else 0
+    kept = rotor(first + 1, last, slots - 1)
+    return min([kept, *(k - first + rotor(k, last, slots - 1) + rotor(first, k - 1, slots) for k in range(first + 1, last + 1))])

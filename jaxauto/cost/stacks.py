@@ -20,12 +20,11 @@ def stack_passes(node: Node, values: Mapping[int, Value], platform: str, kind: C
     Of a stack that has more slices than there are trips only those of the trips are passed over, and it is filled by whoever made it.
     """
     over = {link.target for link in node.links if link.kind is LinkKind.OVER}
-    part = node.trips / node.window.whole if node.window else 1.0
     share = lambda stack: min(1.0, node.trips / values[stack].shape[0])  # noqa: E731
     sliced = {link.target: link.source for link in node.links if link.kind is LinkKind.XS}
     for link in node.links:
         if link.kind is LinkKind.YS and platform == "gpu":
-            yield link.target, 2 * part if link.target in over else 3
+            yield link.target, 2 * share(link.target) if link.target in over else 3
         elif link.kind is LinkKind.YS and platform == "tpu":
             if node.params.get("reverse") and link.target not in over:
                 yield link.target, 1

@@ -14,11 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from jaxauto.core import Graph
 from jaxauto.cost.collectives import collective_seconds
 from jaxauto.cost.compute import traffic_seconds
 from jaxauto.cost.onchip import capacity
-from jaxauto.graph import value_bytes, walk
+from jaxauto.graph import multiplicity, value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.check_beside import held_beside
 from jaxauto.solve.check_ring import padding, ring
@@ -365,18 +364,10 @@ class Answer:
     def traffic(self) -> Iterator[tuple[int, float, int]]:
         """(buffer, bytes that one device moves of it in a step, pieces): short-lived ones that fit stay in on-chip memory."""
         b, variant, room = self.model.buffers, self.model.variant, capacity(self.model.chip)
-        made: dict[int, int] = {}  # value → how often a step makes it
-
-        def visit(graph: Graph, times: int) -> None:
-            for node in graph.nodes:
-                made.update(dict.fromkeys(node.outputs, times))
-                for body in node.bodies:
-                    visit(body, times * node.trips)
-
-        visit(variant.rewritten.graph, 1)
+        values, runs = variant.rewritten.graph.values, multiplicity(variant.rewritten.graph)
         for k, pieces, local in self.cut():
-            written = self.model.values[int(variant.origin[k])].producer
-            times = made.get(int(b.ids[k])) or (self.model.groups.times[written.id] if written else 1)
+            made, written = values[int(b.ids[k])].producer, self.model.values[int(variant.origin[k])].producer
+            times = runs[made.id] if made else self.model.groups.times[written.id] if written else 1
             spared = b.reads[k] * self.placed.reads[k] + b.written[k] * self.placed.written[k] if local <= room else 0.0
             yield k, local * float(b.reads[k] + b.written[k] - spared) * times, pieces
 

@@ -191,9 +191,7 @@ class Remat:
             price = {d.value: d.price for d in drops}
             held = {*(block.residuals if kept is None else kept)}
             if kept is not None and block.scan:
-                held |= {*closure(block, kept)[1]} & {
-                    *block.scan[0].bodies[0].inputs[block.scan[0].num_consts :][: block.scan[0].num_carry]
-                }
+                held |= {*closure(block, kept)[1]} & {*block.carries}
             large = (v for v in held if value_bytes(self.graph.values[v]) * block.count >= smallest)
             priced += [(-price.get(v, math.inf), v) for v in large]
         return [v for _, v in sorted(priced)]

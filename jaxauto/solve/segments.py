@@ -79,8 +79,7 @@ class ScanOptions:
         gpu = remat.chip.platform == "gpu"
         self.apart = gpu  # parts differ in length, see ``liveness.fill_together``
         self.single = not gpu or remat.devices == 1  # on several devices XLA:GPU fills the stacks of one segment as the step begins
-        self.carries = forward.bodies[0].inputs[forward.num_consts :][: forward.num_carry]
-        self.carry_bytes = sum(map(self.bytes_of, self.carries))
+        self.carry_bytes = sum(map(self.bytes_of, block.carries))
         self.forward_seconds = sum(map(self.seconds_of, block.forward))
 
     def bytes_of(self, number: int) -> float:
@@ -98,7 +97,7 @@ class ScanOptions:
     def trip(self, kept: frozenset[int] | None, away: frozenset[int] = frozenset()) -> Trip:
         """``away``: values in the host's memory."""
         nodes, reads = closure(self.block, kept) if kept is not None else ((), ())
-        held = {*(self.block.residuals if kept is None else kept), *self.always, *(v for v in reads if v in self.carries)} - away
+        held = {*(self.block.residuals if kept is None else kept), *self.always, *(v for v in reads if v in self.block.carries)} - away
         made = sum(self.bytes_of(v) for v in self.block.residuals if v not in held)
         there = sum(map(self.bytes_of, held))
         return Trip(kept, there, made, sum(map(self.seconds_of, nodes)) + self.moved(there))
@@ -182,9 +181,7 @@ class _Table:
         return Keep(self.head.kept, split=Split(first, parts))
 
 
-Cuts = tuple[
-    np.ndarray, np.ndarray
-]  # count and segments as in ``ScanOptions.costs``; the last part is not run again, and may have no trips
+Cuts = tuple[np.ndarray, np.ndarray]  # as ``ScanOptions.costs`` has them; the last part does not run again, and may have no trips
 
 
 def _steps(n: int) -> np.ndarray:

@@ -3,12 +3,12 @@
 import dataclasses
 import functools
 import itertools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import rotor
 
 import jaxauto
 from jaxauto.cost.liveness import live_bytes
@@ -117,18 +117,6 @@ def test_a_plan_with_less_than_blocks_alone_need(make, deep, tmp_path):
     assert plan.decisions.remade == remade
     for want, got in zip(jax.tree.leaves(jax.jit(step)(*args)), jax.tree.leaves(plan.jit()(*args)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-
-
-@functools.cache
-def rotor(first, last, slots):
-    """Forward passes run more than once for layers ``first`` to ``last`` of a chain (Rotor, Inria RR-9302, theorem 1).
-
-    ``slots``: of activations beside the input of ``first``. That layer's result stays, or the input of a later one does.
-    """
-    if slots < 0 or first == last:
-        return math.inf if slots < 0 else 0
-    kept = rotor(first + 1, last, slots - 1)
-    return min([kept, *(k - first + rotor(k, last, slots - 1) + rotor(first, k - 1, slots) for k in range(first + 1, last + 1))])
 
 
 def test_no_more_forward_passes_than_the_optimum_of_rotor():

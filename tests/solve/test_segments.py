@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import random
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import rotor
 
 import jaxauto
 from jaxauto.core import Split, Trips
@@ -110,15 +110,6 @@ def test_nothing_of_one_length_or_shorter_each_time_is_better(count):
                     o for o in offered if o.seconds <= other.seconds * (1 + 1e-9) and o.kept_bytes + o.peak_bytes <= need * 1.03 + one
                 ]
                 assert better, (lengths, kept, tail)
-
-
-@functools.cache
-def rotor(first, last, slots):
-    """As in test_nested.py."""
-    if slots < 0 or first == last:
-        return math.inf if slots < 0 else 0
-    kept = rotor(first + 1, last, slots - 1)
-    return min([kept, *(k - first + rotor(k, last, slots - 1) + rotor(first, k - 1, slots) for k in range(first + 1, last + 1))])
 
 
 @pytest.mark.parametrize("slots", [14, 11, 9, 8, 7])
