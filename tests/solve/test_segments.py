@@ -14,6 +14,7 @@ import pytest
 from helpers import rotor
 
 import jaxauto
+from jaxauto import certify
 from jaxauto.core import Split, Trips
 from jaxauto.cost.liveness import live_bytes
 from jaxauto.graph import multiplicity, walk
@@ -125,6 +126,17 @@ def test_no_more_forward_passes_than_the_optimum_of_rotor(slots):
     plan = planned(every.estimate.peak_memory - (LAYERS - 1 - slots - 0.5) * activation)
     assert plan.decisions.splits
     assert (plan.estimate.flops - every.estimate.flops) / forward <= rotor(0, LAYERS - 1, slots) + 0.5
+
+
+def test_the_leanest_answer_without_splits_is_at_hand():
+    """What certification compiles where the compiler does not fit a plan that splits a scan."""
+    step, args = chain(LAYERS, 1024, 16384)
+    budget = 940 * 2**20
+    plan = jaxauto.plan(step, *args, target="v5p:1x1x1", memory_budget=budget, donate_argnums=(0,), certify=False, progress=False)
+    other = certify._otherwise(plan, plan, budget)
+    assert plan.decisions.splits and other is not None and not other.decisions.splits
+    assert other.estimate.peak_memory < plan.estimate.peak_memory <= budget
+    assert certify._otherwise(plan, plan, other.estimate.peak_memory - 1) is None
 
 
 @pytest.mark.parametrize("mesh", [{"data": 1}, {"data": 4, "model": 2}])
