@@ -67,6 +67,11 @@ def capacity(chip: Any) -> float:
     return chip.vmem_bytes - min(RESERVED, chip.vmem_bytes / 4)
 
 
+def room(chip: Any) -> float:
+    """Bytes of arrays that are on chip at once, at the most: a heap has gaps."""
+    return _FILLED * capacity(chip)
+
+
 def in_hbm(sizes: Any, stays: Any, chip: Any) -> Any:
     """Bytes of HBM of arrays of ``sizes`` bytes on one device, of which those that ``stays`` tells of are on chip alone if they fit."""
     return np.where(stays & (sizes <= capacity(chip)), 0.0, sizes)
@@ -113,7 +118,7 @@ class _Placement:
         self.byte_seconds = 1 / (devices * chip.bandwidth_efficiency * chip.hbm_bandwidth)
         self.flop_seconds = 1 / (devices * chip.flops_efficiency * chip.peak_flops("bfloat16"))
         self.shared = chip.cores > 1
-        self.capacity, self.patience = capacity(chip), _PATIENCE * chip.vmem_bytes / chip.hbm_bandwidth
+        self.capacity, self.fullest, self.patience = capacity(chip), room(chip), _PATIENCE * chip.vmem_bytes / chip.hbm_bandwidth
         self.seconds = np.zeros(buffers.length + 1)  # of each position
         self.arrays: dict[int, _Array] = {}
         self.made: dict[tuple[int, int], tuple[int, ...]] = {}  # by an operation → what holds it
@@ -245,7 +250,7 @@ class _Placement:
         span = self.taken[max(at, held + 1) : until + 1]
         if size > _SMALL * self.capacity:
             others = float(span.max()) if span.size else 0.0
-            if others and others + size > _FILLED * self.capacity:
+            if others and others + size > self.fullest:
                 return False
             span += size
         return True

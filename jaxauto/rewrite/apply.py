@@ -114,9 +114,8 @@ def _leaves_backward(graph: Graph, number: int) -> bool:
 
 
 def _gathers_inside(here: Sharding, there: Sharding) -> bool:
-    """Whether an array is gathered along a dimension that is not its first."""
-    kept = {axis for axes in there for axis in axes}
-    return any(set(axes) - kept for axes in here[1:]) and len(here) == len(there)
+    """Whether a dimension of an array that is not its first is gathered."""
+    return len(here) == len(there) and any(set(a) - set(b) for a, b in zip(here[1:], there[1:], strict=True))
 
 
 def after_last(arrays: list, awaited: Sequence = ()) -> list:

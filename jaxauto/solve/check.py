@@ -8,6 +8,7 @@ change of both; the tests of this file hold them together.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,10 +17,10 @@ import numpy as np
 
 from jaxauto.cost.collectives import collective_seconds
 from jaxauto.cost.compute import traffic_seconds
-from jaxauto.cost.onchip import capacity
+from jaxauto.cost.onchip import capacity, room
 from jaxauto.graph import multiplicity, value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
-from jaxauto.solve.check_beside import held_beside
+from jaxauto.solve.check_beside import brought, held_beside
 from jaxauto.solve.check_ring import padding, ring
 from jaxauto.solve.check_turns import copies
 from jaxauto.solve.check_work import roofline
@@ -58,7 +59,8 @@ def check(candidate: Candidate, budget_bytes: float = math.inf, allowed: Mapping
     live = answer.live_bytes()
     found += _differs("peak bytes", candidate.peak_bytes, float(live.max()), float(live.max()))
     for row in candidate.model.problem.rows:
-        found += _differs(f"bytes at position {row.position}", row.bytes_at(candidate.x), float(live[row.position]), float(live.max()))
+        told, found_there = row.bytes_at(candidate.x), answer.bytes_at(row.position, crowded=row.crowded)
+        found += _differs(f"bytes at position {row.position}", told, found_there, float(live.max()))
     if live.max() > budget_bytes * (1 + _TOLERANCE):
         found.append(f"needs {live.max():.6g} bytes at position {int(live.argmax())}, the budget is {budget_bytes:.6g}")
     return found
@@ -371,26 +373,32 @@ class Answer:
             spared = b.reads[k] * self.placed.reads[k] + b.written[k] * self.placed.written[k] if local <= room else 0.0
             yield k, local * float(b.reads[k] + b.written[k] - spared) * times, pieces
 
-    def in_hbm(self) -> Iterator[tuple[int, int, float]]:
-        """``cut``, without what stays in on-chip memory."""
-        for k, pieces, local in self.cut():
-            near = self.placed.written[k] and local <= capacity(self.model.chip)
-            yield k, pieces, 0.0 if near else local
+    def on_chip(self) -> Iterator[tuple[int, float, bool]]:
+        """(buffer, bytes of one device, whether on-chip memory has it where there is room)."""
+        for k, _, local in self.cut():
+            yield k, local, bool(self.placed.written[k]) and local <= capacity(self.model.chip)
 
     def live_bytes(self) -> np.ndarray:
         """Of one device at each position: buffers with their padding, and what is resharded there for one operation."""
-        b, model = self.model.buffers, self.model
-        change = [0.0] * (b.length + 1)
-        for k, _, size in self.in_hbm():
-            change[b.start[k]] += size
-            change[b.end[k] + 1] -= size
-        live = np.cumsum(change)[:-1]
-        for op in model.groups.operations:
-            at = b.position.get(op.node.id)
-            for o in op.operands if at is not None else ():
-                here, there = self.holder(o), self.operand(op, o)
-                if any(h != t and h != WHOLE for h, t in zip(here, there, strict=True)):
-                    live[at] += value_bytes(model.values[o.value]) / self.pieces(there)
+        return np.maximum(*self.live)
+
+    @functools.cached_property
+    def live(self) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes at each position where all that may stay on chip does, and where what fills it does and the rest is in HBM."""
+        b = self.model.buffers
+        change = np.zeros((2, b.length + 1))
+        for k, size, near in self.on_chip():
+            for kind in (1,) if near else (0, 1):
+                change[kind, b.start[k]] += size
+                change[kind, b.end[k] + 1] -= size
+        live = np.cumsum(change, axis=1)[:, :-1]
+        live[1] -= room(self.model.chip)
+        for at, size in brought(self):
+            live[:, at] += size
         for begin, end, size in held_beside(self):
-            live[begin : end + 1] += size
-        return live
+            live[:, begin : end + 1] += size
+        return live[0], live[1]
+
+    def bytes_at(self, position: int, *, crowded: bool) -> float:
+        """What ``MemoryRow`` tells of."""
+        return float(self.live[crowded][position])

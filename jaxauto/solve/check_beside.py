@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING
 
-from jaxauto.graph import value_bytes
+from jaxauto.core import LinkKind
+from jaxauto.cost.onchip import capacity
+from jaxauto.cost.windowed import is_view
+from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import Operation
 from jaxauto.solve.beside import FILLED, made_early, passed_edges, shared_operands
 from jaxauto.solve.check_turns import copies_of_results, is_turned, made_whole
+from jaxauto.solve.facts import operation_runs
 from jaxauto.solve.stacked import readings
 from jaxauto.solve.turns import update_begins
 from jaxauto.strategies import WHOLE
@@ -28,6 +32,43 @@ def held_beside(answer: Answer) -> Iterator[tuple[int, int, float]]:
     begin = update_begins(answer.model)
     yield from ((begin, last, size) for size, _ in copies_of_results(answer))
     yield from ((begin, last, size) for size in made_whole(answer))
+
+
+def brought(answer: Answer) -> Iterator[tuple[int, float]]:
+    """(position, bytes of one device) of what operands become in another sharding, and of what is written for that."""
+    model, room = answer.model, capacity(answer.model.chip)
+    index = {int(n): k for k, n in enumerate(model.buffers.ids)}
+    for op, node in operation_runs(model.variant, model.groups):
+        at = model.buffers.position.get(node.id)
+        for o in op.operands if at is not None else ():
+            here, there = answer.holder(o), answer.operand(op, o)
+            if all(h in (t, WHOLE) for h, t in zip(here, there, strict=True)):
+                continue
+            whole = value_bytes(model.values[o.value])
+            k = index.get(number := _viewed(answer, node.inputs[op.node.inputs.index(o.value)], index))
+            piece = whole / answer.pieces(here)
+            if k is None:
+                value = model.variant.rewritten.graph.values.get(number)  # None: a literal
+                made = value is not None and (value.producer is not None or number in _slices(answer))
+            else:
+                made = answer.placed.written[k] and piece <= room
+            yield at, whole / answer.pieces(there) + made * piece
+
+
+def _viewed(answer: Answer, number: int, index: Container[int]) -> int:
+    """The value with a buffer, or made by something else than a view, that a value is a view of."""
+    rewritten = answer.model.variant.rewritten
+    while number not in index and is_view(answer.model.groups, rewritten.origin.get(number, number)):
+        if (node := rewritten.graph.values[number].producer) is None:
+            break
+        number = node.inputs[0]
+    return number
+
+
+def _slices(answer: Answer) -> set[int]:
+    """What loops' trips get of stacks."""
+    nodes = walk(answer.model.variant.rewritten.graph)
+    return {link.target for node in nodes for link in node.links if link.kind is LinkKind.XS}
 
 
 def _of_results(answer: Answer) -> Iterator[tuple[int, int, float]]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxauto.core import Graph, Kind, Node, Value
 from jaxauto.graph import HOST, multiplicity, value_bytes, walk
-from jaxauto.groups import WHOLE, Groups
+from jaxauto.groups import WHOLE, Groups, Operation
 from jaxauto.rewrite.away import fetched
 from jaxauto.solve.remat import Variant
 
@@ -69,6 +69,17 @@ def buffer_runs(variant: Variant, groups: Groups) -> np.ndarray:
     return runs
 
 
+def operation_runs(variant: Variant, groups: Groups) -> Iterator[tuple[Operation, Node]]:
+    """Each operation as often as the rewritten program has it: (as written, the node there, which may be a copy)."""
+    written, origin = groups.graph.values, variant.rewritten.origin
+    operations = {op.node.id: op for op in groups.operations}
+    for node in walk(variant.rewritten.graph):
+        made = written.get(origin.get(node.outputs[0], node.outputs[0])) if node.outputs else None
+        op = operations.get(made.producer.id) if made is not None and made.producer is not None else None
+        if op is not None and op.node.prim == node.prim:
+            yield op, node
+
+
 def read_together(variant: Variant, groups: Groups, weights: Set[int]) -> dict[tuple[int, int], int]:
     """(node, value) of what recomputed operations read and operations of the backward pass read too: it is gathered once for both;
     and how often in a step.
@@ -76,25 +87,18 @@ def read_together(variant: Variant, groups: Groups, weights: Set[int]) -> dict[t
     Of ``weights`` (what depends on no batch) alone: of activations the two mostly want different parts. Both are taken to want a weight
     in the same sharding. In straight code a barrier parts them, see ``recompute.py``; in loops nothing does.
     """
-    rewritten, written = variant.rewritten, groups.graph.values
-    operations, times = {op.node.id for op in groups.operations}, multiplicity(rewritten.graph)
-
-    def as_written(node: Node) -> Node | None:
-        """The operation that a node is, or is a copy of."""
-        made = written.get(rewritten.origin.get(node.outputs[0], node.outputs[0])) if node.outputs else None
-        found = made.producer if made is not None else None
-        return found if found is not None and found.id in operations and found.prim == node.prim else None
-
+    rewritten = variant.rewritten
+    runs, times = list(operation_runs(variant, groups)), multiplicity(rewritten.graph)
+    backward = {node.id for op, node in runs if op.node.backward}
     found: dict[tuple[int, int], int] = {}
-    for node in walk(rewritten.graph):
-        original = as_written(node)
-        if original is None or original.id == node.id or original.backward:
+    for op, node in runs:
+        if op.node.id == node.id or op.node.backward:
             continue
         for k, x in enumerate(node.inputs):
-            read = original.inputs[k]
+            read = op.node.inputs[k]
             users = rewritten.graph.values[x].users if isinstance(x, int) and isinstance(read, int) and read in weights else ()
-            if any((other := as_written(user)) is not None and other.backward for user in users):
-                found[original.id, read] = found.get((original.id, read), 0) + times[node.id]  # type: ignore[index]
+            if any(user.id in backward for user in users):
+                found[op.node.id, read] = found.get((op.node.id, read), 0) + times[node.id]  # type: ignore[index]
     return found
 
 

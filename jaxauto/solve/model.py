@@ -14,6 +14,7 @@ Alike groups and operations share one variable (``fold.py``); their tables are s
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -26,17 +27,19 @@ from jaxauto.core import MeshAxes
 from jaxauto.cost.compute import factor_dims
 from jaxauto.cost.halo import SIDES, halo_collectives
 from jaxauto.cost.layout import minor_dims, padding
-from jaxauto.cost.onchip import Near, in_hbm
+from jaxauto.cost.liveness import live_bytes
+from jaxauto.cost.onchip import Near, in_hbm, room
 from jaxauto.cost.reshard import passage_collectives, passage_tables
 from jaxauto.cost.windowed import made_inside, windowed
 from jaxauto.graph import value_bytes
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
 from jaxauto.solve.beside import held_beside
+from jaxauto.solve.brought import Arrivals
 from jaxauto.solve.facts import narrowing, read_together, spatial_dims
 from jaxauto.solve.fold import Key
 from jaxauto.solve.loops import accumulated, combined, hidden_seconds, shadows
 from jaxauto.solve.onchip import place_on_chip
-from jaxauto.solve.positions import edge_layout, moved_share, reduced_factors, unscattered
+from jaxauto.solve.positions import edge_layout, reduced_factors, unscattered
 from jaxauto.solve.problem import MemoryRow, Problem
 from jaxauto.solve.remat import Variant
 from jaxauto.solve.turns import add_turns
@@ -84,7 +87,6 @@ class Model:
         self.combined = self.cached(("combined",), lambda: combined(program.groups, program.late_only) if mesh.windows else {})
         self.final = frozenset(x for x in self.groups.graph.outputs if isinstance(x, int))
         self.operation_of: dict[int, Operation] = {}
-        self.operations_at: dict[int, list[Operation]] = defaultdict(list)  # position → what runs there
         allowed = allowed or {}
         merged: dict[Key, np.ndarray] = {}
         for g, mask in allowed.items():
@@ -94,8 +96,6 @@ class Model:
             self._add(("group", g.id), tuple(g.sizes), merged)
         for op in self.groups.operations:
             self.operation_of[op.node.id] = op
-            if op.node.id in self.buffers.position:
-                self.operations_at[self.buffers.position[op.node.id]].append(op)
             self._add(("operation", op.node.id), tuple(n for _, n in op.factors), {})
         self._classes()
         add_traffic(self)
@@ -146,24 +146,24 @@ class Model:
             return np.ones(1)
         return padding(project(self.states[variable], dims), shape, minor, self.mesh.sizes, self.chip.tile)
 
-    def memory_row(self, position: int) -> MemoryRow:
-        """The row of a position: bytes of every buffer alive there, by variable and state."""
+    def memory_row(self, position: int, *, crowded: bool = False) -> MemoryRow:
+        """The row of a position: bytes of every buffer alive there, by variable and state. ``crowded``: see ``MemoryRow``."""
         b = self.buffers
         alive = (b.start <= position) & (b.end >= position)
         near = alive & self.placed.written
         by_class = np.bincount(self.buffer_class[alive & ~near], b.bytes_[alive & ~near], minlength=len(self.classes))
         held = {c: float(by_class[c]) * self.fraction[c] for c in np.nonzero(by_class)[0].tolist()}
         for c, bytes_ in zip(self.buffer_class[near].tolist(), b.bytes_[near].tolist(), strict=True):
-            held[c] = held.get(c, 0.0) + in_hbm(bytes_ * self.fraction[c], True, self.chip)
+            held[c] = held.get(c, 0.0) + in_hbm(bytes_ * self.fraction[c], not crowded, self.chip)
         vectors: dict[int, np.ndarray] = {}
-        base = 0.0
+        base = -room(self.chip) if crowded else 0.0
         for c, vector in held.items():
             v, _ = self.classes[c]
             if len(vector) == 1:
                 base += float(vector[0])
             else:
                 vectors[v] = vectors[v] + vector if v in vectors else vector
-        return MemoryRow(position, base, vectors, self._resharded(position))
+        return MemoryRow(position, base, vectors, self._resharded(position), crowded)
 
     def _resharded(self, position: int) -> dict[tuple[int, int], np.ndarray]:
         """Bytes of the arrays resharded or turned for the operations at a position, by the states of group and operation."""
@@ -174,26 +174,25 @@ class Model:
                 key = (min(a, b), max(a, b))
                 pairs[key] = pairs.get(key, 0.0) + (table if a < b else table.T)
 
-        for op in self.operations_at.get(position, ()):
-            v = self.var("operation", op.node.id)
-            for o in op.operands:
-                g, dims, factors = self.var("group", o.group), tuple(d for d, _ in o.dims), factor_dims(op, o)
-                moved = self.cached(
-                    ("moved", g, v, dims, factors),
-                    lambda g=g, v=v, dims=dims, factors=factors: moved_share(
-                        project(self.states[g], dims), project(self.states[v], factors), self.mesh.sizes
-                    ),
-                )
-                add(g, v, value_bytes(self.values[o.value]) * moved)
+        for a, b, table in self.arrivals.tables(position):
+            add(a, b, table)
         for a, b, table in held_beside(self).at(position):
             add(a, b, table)
         return pairs
 
     def buffer_sizes(self, x: np.ndarray) -> np.ndarray:
-        """Bytes of HBM that each buffer takes on one device under solution ``x``."""
+        """Bytes of HBM that each buffer takes on one device under solution ``x``, where on-chip memory is not crowded."""
+        return in_hbm(self._sizes(x), self.placed.written, self.chip)
+
+    def crowded_out(self, x: np.ndarray) -> np.ndarray:
+        """Bytes at each position of what would stay on chip but finds no room: ``place_on_chip`` takes all arrays to be cut evenly."""
+        sizes = self._sizes(x)
+        near = sizes - in_hbm(sizes, self.placed.written, self.chip)
+        return np.maximum(live_bytes(self.buffers, near) - room(self.chip), 0.0) if near.any() else np.zeros(self.buffers.length)
+
+    def _sizes(self, x: np.ndarray) -> np.ndarray:
         cut = np.array([self.fraction[c][x[v]] for c, (v, _) in enumerate(self.classes)])
-        sizes = self.buffers.bytes_ * cut[self.buffer_class]
-        return in_hbm(sizes, self.placed.written, self.chip)
+        return self.buffers.bytes_ * cut[self.buffer_class]
 
     # -------------------------------------------------------------------------------------------------------------- compute
 
@@ -341,6 +340,11 @@ class Model:
             return ()
         found = self.cached(("inside", self.variant), lambda: made_inside(self.groups, {int(n) for n in self.variant.origin}))
         return tuple((k, found[o.value]) for k, o in enumerate(op.operands) if o.value in found)
+
+    @functools.cached_property
+    def arrivals(self) -> Arrivals:
+        """What is brought into other shardings for operations."""
+        return Arrivals(self)
 
     # ------------------------------------------------------------------------------------------------------------- the way back
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxauto.core import Node
 from jaxauto.cost.liveness import Beside
 from jaxauto.cost.onchip import Near, Placed, Side, capacity, place
-from jaxauto.graph import value_bytes, walk
+from jaxauto.graph import value_bytes
 from jaxauto.groups import Groups, Operation
+from jaxauto.solve.facts import operation_runs
 from jaxauto.solve.remat import Variant
 
 
@@ -31,26 +31,19 @@ def place_on_chip(variant: Variant, groups: Groups, chip: Any, devices: int) -> 
     if not capacity(chip):
         none = np.zeros(len(variant.buffers.ids))
         return OnChip(none, none > 0)
-    graph, origin, values = variant.rewritten.graph, variant.rewritten.origin, groups.graph.values
-    known = {op.node.id: op for op in groups.operations}
-    made: dict[int, Node] = {}  # node of an operation → the node as written
-    copies: set[int] = set()
-    for node in (n for n in walk(graph) if n.outputs):
-        first = values[origin.get(node.outputs[0], node.outputs[0])].producer
-        if first is not None and first.id in known and first.prim == node.prim:
-            made[node.id] = first
-            if node.outputs[0] in origin:
-                copies.add(node.id)
-    placed = place(graph, {n: known[first.id].rule for n, first in made.items()}, variant.buffers, chip, devices)
+    graph, origin = variant.rewritten.graph, variant.rewritten.origin
+    made = {node.id: op for op, node in operation_runs(variant, groups)}
+    copies = {node for node, op in made.items() if node != op.node.id}
+    placed = place(graph, {n: op.rule for n, op in made.items()}, variant.buffers, chip, devices)
     tables = Near({}, {}, {}), Near({}, {}, {})
     for k, table in enumerate(placed.near[:2]):
         for (node, x), size in table.items():
             if node in made:
-                tables[node in copies][k][made[node].id, origin.get(x, x)] = size
+                tables[node in copies][k][made[node].node.id, origin.get(x, x)] = size
     index = {int(n): k for k, n in enumerate(variant.buffers.ids)}
     for node, beside in variant.buffers.beside.items():
         if node in made:
-            tables[node in copies].beside[made[node].id] = _side(beside, known[made[node].id], variant, placed, index)
+            tables[node in copies].beside[made[node].node.id] = _side(beside, made[node], variant, placed, index)
     return OnChip(placed.reads, placed.written, *tables)
 
 

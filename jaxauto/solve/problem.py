@@ -15,7 +15,7 @@ A row is a position of the program that can be the memory peak.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -28,12 +28,14 @@ class MemoryRow:
     """Bytes alive at one position: ``base + Σ_i vectors[i][x_i] + Σ_ij pairs[i, j][x_i, x_j]``.
 
     ``vectors``: buffers. ``pairs``, i < j: arrays resharded for the operation at the position, which depend on both ends.
+    ``crowded``: if on-chip memory is full there and the rest of what would stay in it is in HBM; not less than that in any case.
     """
 
     position: int
     base: float
     vectors: dict[int, np.ndarray]
     pairs: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
+    crowded: bool = False
 
     def bytes_at(self, x: np.ndarray) -> float:
         alive = self.base + sum(float(v[x[i]]) for i, v in self.vectors.items())
@@ -42,7 +44,7 @@ class MemoryRow:
     def restricted(self, states: Sequence[np.ndarray]) -> MemoryRow:
         """See ``Problem.restricted``."""
         vectors = {i: v[states[i]] for i, v in self.vectors.items()}
-        return MemoryRow(self.position, self.base, vectors, {k: _cut(t, states, *k) for k, t in self.pairs.items()})
+        return replace(self, vectors=vectors, pairs={k: _cut(t, states, *k) for k, t in self.pairs.items()})
 
     def least_bytes(self) -> float:
         """No answer has less at this position."""

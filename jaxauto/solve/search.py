@@ -246,8 +246,9 @@ class Search:
     def candidate(self, model: Model, x: np.ndarray, level: int) -> Candidate:
         live = timeline(model, x)
         peak = int(live.argmax())
-        if all(row.position != peak for row in model.problem.rows):
-            model.problem.rows.append(model.memory_row(peak))
+        crowded = bool(model.crowded_out(x)[peak])
+        if all((row.position, row.crowded) != (peak, crowded) for row in model.problem.rows):
+            model.problem.rows.append(model.memory_row(peak, crowded=crowded))
         self.answers[level].append(x)
         return Candidate(model, x, model.problem.seconds(x), float(live.max()), level)
 

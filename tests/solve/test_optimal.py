@@ -56,7 +56,7 @@ class Instance:
 
 
 def every_row(model: Model):
-    return (model.memory_row(position) for position in range(model.buffers.length))
+    return (model.memory_row(position, crowded=crowded) for position in range(model.buffers.length) for crowded in (False, True))
 
 
 def ways(program: Program, axis_sizes: tuple[int, ...]) -> int:
