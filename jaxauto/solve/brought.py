@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxauto.core import Graph, LinkKind
 from jaxauto.cost.compute import factor_dims
+from jaxauto.cost.layout import minor_dims, padding
 from jaxauto.cost.onchip import capacity
 from jaxauto.cost.windowed import is_view
 from jaxauto.graph import value_bytes, walk
@@ -25,12 +26,17 @@ if TYPE_CHECKING:
 
 
 class Way(NamedTuple):
-    """From a group to an operation: their variables, and the operand's dimensions in each."""
+    """From a group to an operation: their variables, and the operand's dimensions in each.
+
+    ``shape``, ``minor``: as tiles pad it (``cost/layout.py``); empty where there are none.
+    """
 
     group: int
     dims: tuple[int, ...]
     operation: int
     factors: tuple[int, ...]
+    shape: tuple[int, ...]
+    minor: tuple[int, ...]
 
 
 class Arrival(NamedTuple):
@@ -77,12 +83,17 @@ class Arrivals:
 
     def _shares(self, way: Way, x: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """A device's share of the array before and after, by the states of group and operation; 0 where it does not move."""
-        states, sizes = self.model.states, self.model.mesh.sizes
+        states = self.model.states
         chosen = [slice(None) if x is None else slice(x[v], x[v] + 1) for v in (way.group, way.operation)]
         here = project(states[way.group][chosen[0]], way.dims)[:, None]
         there = project(states[way.operation][chosen[1]], way.factors)[None]
         moves = ((here != there) & (here != WHOLE)).any(-1)
-        return moves / shards(here, sizes), moves / shards(there, sizes)
+        return moves * self._share(way, here[:, 0])[:, None], moves * self._share(way, there[0])[None]
+
+    def _share(self, way: Way, positions: np.ndarray) -> np.ndarray:
+        sizes, tile = self.model.mesh.sizes, self.model.chip.tile
+        padded = padding(positions, way.shape, way.minor, sizes, tile) if way.shape else 1.0
+        return padded / shards(positions, sizes)
 
 
 def _bytes(whole, written, source: np.ndarray, result: np.ndarray) -> np.ndarray:
@@ -94,7 +105,9 @@ def _arrivals(model: Model, index: dict[Way, int]) -> Iterator[Arrival]:
     position, written = model.buffers.position, _Written(model)
     for op, node in operation_runs(model.variant, model.groups):
         for o in op.operands if node.id in position else ():
-            way = Way(model.var("group", o.group), tuple(d for d, _ in o.dims), model.var("operation", op.node.id), factor_dims(op, o))
+            dims = tuple(d for d, _ in o.dims)
+            padded = (model.values[o.value].shape, minor_dims(model.spatial, o.group, dims)) if model.chip.tile else ((), ())
+            way = Way(model.var("group", o.group), dims, model.var("operation", op.node.id), factor_dims(op, o), *padded)
             number = node.inputs[op.node.inputs.index(o.value)]
             assert isinstance(number, int)
             yield Arrival(index.setdefault(way, len(index)), position[node.id], value_bytes(model.values[o.value]), written.at_most(number))

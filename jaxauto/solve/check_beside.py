@@ -9,8 +9,9 @@ from jaxauto.core import LinkKind
 from jaxauto.cost.onchip import capacity
 from jaxauto.cost.windowed import is_view
 from jaxauto.graph import value_bytes, walk
-from jaxauto.groups import Operation
+from jaxauto.groups import Operand, Operation
 from jaxauto.solve.beside import FILLED, made_early, passed_edges, shared_operands
+from jaxauto.solve.check_ring import padding
 from jaxauto.solve.check_turns import copies_of_results, is_turned, made_whole
 from jaxauto.solve.facts import operation_runs
 from jaxauto.solve.stacked import readings
@@ -44,15 +45,22 @@ def brought(answer: Answer) -> Iterator[tuple[int, float]]:
             here, there = answer.holder(o), answer.operand(op, o)
             if all(h in (t, WHOLE) for h, t in zip(here, there, strict=True)):
                 continue
-            whole = value_bytes(model.values[o.value])
             k = index.get(number := _viewed(answer, node.inputs[op.node.inputs.index(o.value)], index))
-            piece = whole / answer.pieces(here)
+            piece, result = (_padded_bytes(answer, o, where) for where in (here, there))
             if k is None:
                 value = model.variant.rewritten.graph.values.get(number)  # None: a literal
                 made = value is not None and (value.producer is not None or number in _slices(answer))
             else:
                 made = answer.placed.written[k] and piece <= room
-            yield at, whole / answer.pieces(there) + made * piece
+            yield at, result + made * piece
+
+
+def _padded_bytes(answer: Answer, o: Operand, where: tuple[int, ...]) -> float:
+    """Of one device's part of an operand, with what tiles pad it by."""
+    model, value = answer.model, answer.model.values[o.value]
+    minor = [i for i, (d, _) in enumerate(o.dims) if (o.group, d) not in model.spatial]
+    padded = padding(value.shape, where, minor, answer.sizes, model.chip.tile)
+    return value_bytes(value) / answer.pieces(where) * padded
 
 
 def _viewed(answer: Answer, number: int, index: Container[int]) -> int:

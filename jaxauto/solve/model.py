@@ -126,7 +126,7 @@ class Model:
         index: dict[tuple, int] = {}
         self.buffer_class = np.empty(len(self.buffers.ids), int)
         tile, values, b = self.chip.tile, self.variant.rewritten.graph.values, self.buffers
-        spatial = self.cached(("spatial",), lambda: spatial_dims(self.groups)) if tile else frozenset()
+        spatial = self.spatial
         for k, (number, stacked) in enumerate(zip(self.variant.origin, self.variant.stacked, strict=True)):
             group, dims = self.groups.place[int(number)]
             dims = (WHOLE, *dims) if stacked else dims
@@ -340,6 +340,11 @@ class Model:
             return ()
         found = self.cached(("inside", self.variant), lambda: made_inside(self.groups, {int(n) for n in self.variant.origin}))
         return tuple((k, found[o.value]) for k, o in enumerate(op.operands) if o.value in found)
+
+    @property
+    def spatial(self) -> frozenset[tuple[int, int]]:
+        """(group, dimension) of what convolutions slide over, where arrays are padded."""
+        return self.cached(("spatial",), lambda: spatial_dims(self.groups)) if self.chip.tile else frozenset()
 
     @functools.cached_property
     def arrivals(self) -> Arrivals:
