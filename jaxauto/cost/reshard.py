@@ -14,10 +14,10 @@ axis comes or goes     collective-permute                     local bytes × axe
 dimension → whole      all-gather                             local bytes × axis size
 =====================  =====================================  =========================
 
-in this order, so that what makes the array smaller comes first. Axes that need the same collective share one, all-gathers dimension by
-dimension, but for gathers over all devices where the compiler writes those as one all-reduce (``MeshAxes.sums_whole``). Axes on one
-dimension are in mesh order, major first: where an axis joins or leaves on the major side of one that stays, the pieces are in another order
-than the mesh's, and change places.
+in this order, so that what makes the array smaller comes first. Axes that need the same collective share one: all-to-alls those that go
+from one dimension to one other (``rewrite/passage.py`` sees to it), all-gathers those of one dimension, but for gathers over all devices
+where the compiler writes those as one all-reduce (``MeshAxes.sums_whole``). Axes on one dimension are in mesh order, major first: where an
+axis joins or leaves on the major side of one that stays, the pieces are in another order than the mesh's, and change places.
 
 A reduce-scatter is an all-reduce of which each device keeps its piece (on TPU, ``scripts/results/sums.md``) where it goes to several
 dimensions and over all devices of some topologies (``MeshAxes.scatters_whole``). So it is where an axis splits the dimension on the minor
@@ -159,8 +159,9 @@ def _steps(source, target, bytes_, mesh, partial) -> Iterator[tuple[str, str, np
     local = local / np.where(cut | (under & ~whole_t), sizes, 1.0).prod(-1)
     for axes, chosen in _by_axes(reduce_):
         yield "all-reduce", "all-reduce", local[chosen], axes, chosen
-    for axes, chosen in _by_axes(exchange):
-        yield "all-to-all", "all-to-all", local[chosen] * np.prod(sizes[list(axes)]), axes, chosen
+    for together in _exchanges(exchange, s, t):
+        for axes, chosen in _by_axes(together):
+            yield "all-to-all", "all-to-all", local[chosen] * np.prod(sizes[list(axes)]), axes, chosen
     for axes, chosen in _by_axes(_reordered(s, t, p)):
         yield "collective-permute", "collective-permute", local[chosen] * np.prod(sizes[list(axes)]), axes, chosen
     if mesh.sums_whole:
@@ -173,6 +174,14 @@ def _steps(source, target, bytes_, mesh, partial) -> Iterator[tuple[str, str, np
             full = local[chosen] * np.prod(sizes[list(axes)])
             yield "all-gather", _written("all-gather", axes, mesh), full, axes, chosen
             local[chosen] = full
+
+
+def _exchanges(exchange: np.ndarray, s: np.ndarray, t: np.ndarray) -> Iterator[np.ndarray]:
+    """The axes that go together from one dimension to another: ``bool [a, b, axes]`` for each axis as their first."""
+    for first in range(exchange.shape[-1]):
+        one = slice(first, first + 1)
+        alike = exchange & exchange[..., one] & (s == s[..., one]) & (t == t[..., one])
+        yield alike & ~alike[..., :first].any(-1, keepdims=True)
 
 
 def _to_several(t: np.ndarray, axes: tuple[int, ...], chosen: tuple) -> np.ndarray:

@@ -73,8 +73,12 @@ class _Constraints(Pins):
         if number in self.host:  # pinned, it would have to be on the device
             return array
         origin = self.origin.get(number, number)
-        for sharding in (self.decisions.made.get(origin), self.decisions.values.get(origin)):
-            array = array if sharding is None else self.pinned(array, sharding, stacked=number in self.stacked)
+        stacked = number in self.stacked
+        made, kept = self.decisions.made.get(origin), self.decisions.values.get(origin)
+        array = array if made is None else self.pinned(array, made, stacked=stacked)
+        if made is not None and kept is not None and len(made) == len(kept) and not stacked:
+            array = bring(array, made, kept, dict(self.mesh.shape), self.pinned)
+        array = array if kept is None else self.pinned(array, kept, stacked=stacked)
         if self.on_cpu and number in self.decisions.finished:
             self.awaited.append(array)
         return compat.in_row_major(array) if number in self.row_major else array

@@ -322,8 +322,9 @@ class Answer:
         if summed:
             yield "all-reduce", local, summed
         exchanged = [a for a in axes if WHOLE not in (here[a], there[a]) and here[a] != there[a] and a not in under]
-        if exchanged:
-            yield "all-to-all", local * self.count(exchanged), exchanged
+        for pair in sorted({(here[a], there[a]) for a in exchanged}):
+            together = [a for a in exchanged if (here[a], there[a]) == pair]
+            yield "all-to-all", local * self.count(together), together
         turned = sorted({a for pair in self.turned(here, there) if pair[0] not in partial for a in pair})
         if turned:
             yield "collective-permute", local * self.count(turned), turned

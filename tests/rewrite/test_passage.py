@@ -76,3 +76,34 @@ def test_no_pieces_change_places_where_the_major_axis_leaves(shape, here, there,
     if collectives:
         assert re.findall(r" (all-gather|all-to-all|collective-permute|all-reduce)\(", text) == collectives
     np.testing.assert_array_equal(passage(x), x + 1)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "exchanged"),
+    [
+        (((), ("a",), ("b",)), (("a", "b"), (), ()), 2),
+        ((("a", "b"), (), ()), ((), ("a",), ("b",)), 2),
+        (((), ("a", "b"), ()), (("a", "b"), (), ()), 1),
+        ((("a",), ("b",), ()), ((), ("a",), ("b",)), 2),
+        ((("a",), ("b",), ("c",)), (("b", "c"), (), ("a",)), None),
+        (((), ("a",), ("b",)), (("c", "a"), ("b",), ()), None),
+    ],
+    ids=["two to one", "one to two", "together", "by itself", "three", "and a cut"],
+)
+def test_axes_that_do_not_go_together_go_one_after_the_other(here, there, exchanged):
+    """The partitioner would gather the whole array where axes of two dimensions join in one, or those of one part."""
+    sizes = {"a": 2, "b": 2, "c": 2} if any("c" in axes for axes in (*here, *there)) else {"a": 2, "b": 4}
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(*sizes.values()), tuple(sizes))
+
+    def pinned(array, sharding):
+        return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, partition_spec(sharding)))
+
+    @jax.jit
+    def passage(x):
+        return pinned(bring(pinned(x, here), here, there, sizes, pinned), there) + 1
+
+    x = np.arange(16**3, dtype=np.float32).reshape(16, 16, 16)
+    kinds = re.findall(r" (all-gather|all-to-all|collective-permute|all-reduce)\(", passage.lower(x).compile().as_text())
+    assert "all-gather" not in kinds
+    assert exchanged is None or kinds == ["all-to-all"] * exchanged
+    np.testing.assert_array_equal(passage(x), x + 1)
