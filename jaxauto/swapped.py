@@ -4,7 +4,7 @@ Differentiation writes a weight's gradient as the transpose of a dot of the cota
 fold the transpose into the layout of the result: XLA:TPU then keeps parameters and moments in that layout for the update, and copies
 them there and back (scripts/results/swapped.md). Not so where the cotangent is much wider than the other operand, that of a loss over a
 vocabulary: exchanged, it is written to memory that as written is made where it is read. Such a gradient is told its layout (``turned``;
-scripts/results/turned.md) if each device has the whole sum: what is scattered beside the dot costs nothing turned around.
+scripts/results/turned.md); what is scattered beside the dot has it anyway.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def swapped(dot: Any) -> Any:
         return jax.make_jaxpr(lambda a, b: lax.dot_general_p.bind(b, a, dimension_numbers=numbers, **params))(*(v.aval for v in dot.invars))
 
 
-def turned(graph: Graph) -> dict[int, int]:
-    """Transposes, of the straight program, of dots that could be exchanged and were not: result → the dot's."""
+def turned(graph: Graph) -> set[int]:
+    """Transposes, of the straight program, of dots that could be exchanged and were not."""
     made = {x: node for node in graph.nodes if node.prim == "dot_general" for x in node.outputs}
     found = ((node, made[x]) for node in graph.nodes if node.prim == "transpose" and isinstance(x := node.inputs[0], int) and x in made)
-    return {node.outputs[0]: dot.outputs[0] for node, dot in found if tuple(node.params["permutation"]) == _exchanged(dot.eqn)}
+    return {node.outputs[0] for node, dot in found if tuple(node.params["permutation"]) == _exchanged(dot.eqn)}

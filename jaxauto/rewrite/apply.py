@@ -103,12 +103,11 @@ class _Constraints(Pins):
 def _told_their_layout(rewritten: Rewritten, decisions: Decisions) -> set[int]:
     """Gradients that XLA:TPU would lay out otherwise, and then copies parameters and moments there and back for the update.
 
-    A vocabulary's (``swapped.turned``) where each device has the whole sum, and what is gathered along another dimension than the first.
+    A vocabulary's (``swapped.turned``), and what leaves another dimension than the first: gathered, or exchanged for a part of that.
     """
-    origin, told = rewritten.origin, turned(rewritten.graph)
-    whole = {x for x, dot in told.items() if not any(decisions.values.get(origin.get(dot, dot), ()))}
     gradients = (x for node in rewritten.graph.nodes if node.backward for x in node.outputs if _leaves_backward(rewritten.graph, x))
-    return whole | {x for x in gradients if _gathers_inside(decisions.made.get(x, ()), decisions.values.get(x, ()))}
+    inside = {x for x in gradients if _leaves_inside(decisions.made.get(x, ()), decisions.values.get(x, ()))}
+    return turned(rewritten.graph) | inside
 
 
 def _leaves_backward(graph: Graph, number: int) -> bool:
@@ -117,8 +116,8 @@ def _leaves_backward(graph: Graph, number: int) -> bool:
     return all(not u.backward or (u.prim == "convert_element_type" and _leaves_backward(graph, u.outputs[0])) for u in users)
 
 
-def _gathers_inside(here: Sharding, there: Sharding) -> bool:
-    """Whether a dimension of an array that is not its first is gathered."""
+def _leaves_inside(here: Sharding, there: Sharding) -> bool:
+    """Whether axes leave a dimension of an array that is not its first."""
     return len(here) == len(there) and any(set(a) - set(b) for a, b in zip(here[1:], there[1:], strict=True))
 
 
