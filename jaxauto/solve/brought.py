@@ -6,9 +6,8 @@ A collective reads an array from memory. What is made as its operation reads it,
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -39,61 +38,51 @@ class Way(NamedTuple):
     minor: tuple[int, ...]
 
 
-class Arrival(NamedTuple):
-    """An operand of one run of an operation. ``whole``: bytes of the array.
+class Reads(NamedTuple):
+    """An operand of an operation: its place among what the node reads, the bytes of the whole array, and the way it comes."""
 
-    ``written``: the most bytes of a device's piece of it that are written for a collective alone: 0 where memory has it anyway.
-    """
-
-    way: int
-    position: int
+    place: int
     whole: float
-    written: float
+    way: Way
 
 
 class Arrivals:
-    """The operands of all operations, as often as the program has them."""
+    """The operands of all operations, as often as a program has them.
+
+    Attributes:
+      ways, way, position: of each operand its way (an index of ``ways``) and where its operation runs.
+      whole: bytes of the array. written: the most bytes of a device's piece of it that are written for a collective alone; 0 where memory
+        has it anyway.
+    """
 
     def __init__(self, model: Model):
         self.model = model
+        reads, where, written = model.cached(("reads",), lambda: _reads(model)), model.buffers.position, _Written(model)
         index: dict[Way, int] = {}
-        self.rows = list(_arrivals(model, index))
+        rows = [
+            (index.setdefault(read.way, len(index)), where[node.id], read.whole, written.at_most(node.inputs[read.place]))
+            for op, node in operation_runs(model.variant, model.groups)
+            for read in (reads[op.node.id] if node.id in where else ())
+        ]
         self.ways = list(index)
-        self.way = np.array([row.way for row in self.rows], int)
-        self.position, self.whole, self.written = (np.array([row[k] for row in self.rows]) for k in (1, 2, 3))
-        self.at: dict[int, list[Arrival]] = defaultdict(list)
-        for row in self.rows:
-            self.at[row.position].append(row)
+        self.way, self.position = (np.array([row[k] for row in rows], int) for k in (0, 1))
+        self.whole, self.written = (np.array([row[k] for row in rows], float) for k in (2, 3))
 
     def tables(self, position: int) -> Iterator[tuple[int, int, np.ndarray]]:
         """(variables of group and operation, bytes of one device by their states) of what arrives at a position."""
-        for row in self.at.get(position, ()):
-            way = self.ways[row.way]
-            source, result = self.model.cached(("brought", *way), lambda way=way: self._shares(way))
-            yield way.group, way.operation, _bytes(row.whole, row.written, source, result)
+        for k in np.nonzero(self.position == position)[0]:
+            way = self.ways[self.way[k]]
+            yield way.group, way.operation, _bytes(self.whole[k], self.written[k], *self._shares(way))
 
     def timeline(self, x: np.ndarray, length: int) -> np.ndarray:
         """Bytes at each position under solution ``x``: ``[length]``."""
-        shares = [self._shares(way, x) for way in self.ways]
-        source, result = (np.array([float(s[k].item()) for s in shares]) for k in (0, 1))
-        bytes_ = np.zeros(length)
-        if self.rows:
-            np.add.at(bytes_, self.position, _bytes(self.whole, self.written, source[self.way], result[self.way]))
-        return bytes_
+        shares = [[table[x[way.group], x[way.operation]] for table in self._shares(way)] for way in self.ways]
+        source, result = np.array(shares).reshape(-1, 2)[self.way].T
+        return np.bincount(self.position, _bytes(self.whole, self.written, source, result), minlength=length)
 
-    def _shares(self, way: Way, x: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def _shares(self, way: Way) -> tuple[np.ndarray, np.ndarray]:
         """A device's share of the array before and after, by the states of group and operation; 0 where it does not move."""
-        states = self.model.states
-        chosen = [slice(None) if x is None else slice(x[v], x[v] + 1) for v in (way.group, way.operation)]
-        here = project(states[way.group][chosen[0]], way.dims)[:, None]
-        there = project(states[way.operation][chosen[1]], way.factors)[None]
-        moves = ((here != there) & (here != WHOLE)).any(-1)
-        return moves * self._share(way, here[:, 0])[:, None], moves * self._share(way, there[0])[None]
-
-    def _share(self, way: Way, positions: np.ndarray) -> np.ndarray:
-        sizes, tile = self.model.mesh.sizes, self.model.chip.tile
-        padded = padding(positions, way.shape, way.minor, sizes, tile) if way.shape else 1.0
-        return padded / shards(positions, sizes)
+        return self.model.cached(("brought", way), lambda: _shares(self.model, way))
 
 
 def _bytes(whole, written, source: np.ndarray, result: np.ndarray) -> np.ndarray:
@@ -101,20 +90,33 @@ def _bytes(whole, written, source: np.ndarray, result: np.ndarray) -> np.ndarray
     return whole * result + np.where(piece <= written, piece, 0.0)
 
 
-def _arrivals(model: Model, index: dict[Way, int]) -> Iterator[Arrival]:
-    position, written = model.buffers.position, _Written(model)
-    for op, node in operation_runs(model.variant, model.groups):
-        for o in op.operands if node.id in position else ():
+def _shares(model: Model, way: Way) -> tuple[np.ndarray, np.ndarray]:
+    sizes, tile = model.mesh.sizes, model.chip.tile
+
+    def share(positions: np.ndarray) -> np.ndarray:
+        padded = padding(positions, way.shape, way.minor, sizes, tile) if way.shape else 1.0
+        return padded / shards(positions, sizes)
+
+    here, there = project(model.states[way.group], way.dims), project(model.states[way.operation], way.factors)
+    moves = ((here[:, None] != there[None]) & (here[:, None] != WHOLE)).any(-1)
+    return moves * share(here)[:, None], moves * share(there)[None]
+
+
+def _reads(model: Model) -> dict[int, list[Reads]]:
+    """Of each operation, by its node as written."""
+    found = {}
+    for op in model.groups.operations:
+        found[op.node.id] = reads = []
+        for o in op.operands:
             dims = tuple(d for d, _ in o.dims)
             padded = (model.values[o.value].shape, minor_dims(model.spatial, o.group, dims)) if model.chip.tile else ((), ())
             way = Way(model.var("group", o.group), dims, model.var("operation", op.node.id), factor_dims(op, o), *padded)
-            number = node.inputs[op.node.inputs.index(o.value)]
-            assert isinstance(number, int)
-            yield Arrival(index.setdefault(way, len(index)), position[node.id], value_bytes(model.values[o.value]), written.at_most(number))
+            reads.append(Reads(op.node.inputs.index(o.value), value_bytes(model.values[o.value]), way))
+    return found
 
 
 class _Written:
-    """``Arrival.written`` of values of the rewritten program."""
+    """``Arrivals.written`` of values of the rewritten program."""
 
     def __init__(self, model: Model):
         self.groups, self.rewritten, self.placed = model.groups, model.variant.rewritten, model.placed
@@ -122,10 +124,10 @@ class _Written:
         self.index: Mapping[int, int] = {int(n): k for k, n in enumerate(model.buffers.ids)}
         self.sliced = _sliced(self.rewritten.graph)
 
-    def at_most(self, number: int) -> float:
+    def at_most(self, number: Any) -> float:
         origin, values = self.rewritten.origin, self.rewritten.graph.values
         while number not in self.index and is_view(self.groups, origin.get(number, number)) and (node := values[number].producer):
-            number = node.inputs[0]  # type: ignore[assignment]
+            number = node.inputs[0]
         if number not in values:  # a literal
             return 0.0
         if number in self.index:
