@@ -7,6 +7,7 @@ of a passage, and what does the cost model count (jaxauto/cost/reshard.py)? Writ
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -73,7 +74,7 @@ def measure(name: str, sizes: dict[str, int], here: Sharding, there: Sharding) -
             f"{compiled.memory['temp'] / MIB:.0f}",
             f"{seconds * 1e3:.2f}",
         ]
-    told = passage_collectives(*(state_of(s, axes) for s in (here, there)), bytes_=2.0 * 128 * 256 * 256 * 64, mesh=axes)
+    told = passage_collectives(*(state_of(s, axes) for s in (here, there)), bytes_=2.0 * math.prod(SHAPE), mesh=axes)
     cells += [", ".join(kind for kind, *_ in told), f"{sum(seconds for *_, seconds in told) * 1e3:.2f}"]
     return "| " + " | ".join(cells) + " |"
 

@@ -1,6 +1,6 @@
 """What a device holds beside the buffers of a program: sums before they are scattered, and copies that layouts cost.
 
-Not what operands are resharded into (``Model._resharded``): that goes by their ways, which are many.
+Not what operands are resharded into: see ``brought.py``.
 """
 
 from __future__ import annotations

@@ -366,12 +366,12 @@ class Answer:
 
     def traffic(self) -> Iterator[tuple[int, float, int]]:
         """(buffer, bytes that one device moves of it in a step, pieces): short-lived ones that fit stay in on-chip memory."""
-        b, variant, room = self.model.buffers, self.model.variant, capacity(self.model.chip)
+        b, variant, most = self.model.buffers, self.model.variant, capacity(self.model.chip)
         values, runs = variant.rewritten.graph.values, multiplicity(variant.rewritten.graph)
         for k, pieces, local in self.cut():
             made, written = values[int(b.ids[k])].producer, self.model.values[int(variant.origin[k])].producer
             times = runs[made.id] if made else self.model.groups.times[written.id] if written else 1
-            spared = b.reads[k] * self.placed.reads[k] + b.written[k] * self.placed.written[k] if local <= room else 0.0
+            spared = b.reads[k] * self.placed.reads[k] + b.written[k] * self.placed.written[k] if local <= most else 0.0
             yield k, local * float(b.reads[k] + b.written[k] - spared) * times, pieces
 
     def on_chip(self) -> Iterator[tuple[int, float, bool]]:

@@ -37,7 +37,7 @@ def held_beside(answer: Answer) -> Iterator[tuple[int, int, float]]:
 
 def brought(answer: Answer) -> Iterator[tuple[int, float]]:
     """(position, bytes of one device) of what operands become in another sharding, and of what is written for that."""
-    model, room = answer.model, capacity(answer.model.chip)
+    model, most, slices = answer.model, capacity(answer.model.chip), _slices(answer)
     index = {int(n): k for k, n in enumerate(model.buffers.ids)}
     for op, node in operation_runs(model.variant, model.groups):
         at = model.buffers.position.get(node.id)
@@ -49,9 +49,9 @@ def brought(answer: Answer) -> Iterator[tuple[int, float]]:
             piece, result = (_padded_bytes(answer, o, where) for where in (here, there))
             if k is None:
                 value = model.variant.rewritten.graph.values.get(number)  # None: a literal
-                made = value is not None and (value.producer is not None or number in _slices(answer))
+                made = value is not None and (value.producer is not None or number in slices)
             else:
-                made = answer.placed.written[k] and piece <= room
+                made = answer.placed.written[k] and piece <= most
             yield at, result + made * piece
 
 

@@ -168,16 +168,10 @@ class Model:
     def _resharded(self, position: int) -> dict[tuple[int, int], np.ndarray]:
         """Bytes of the arrays resharded or turned for the operations at a position, by the states of group and operation."""
         pairs: dict[tuple[int, int], np.ndarray] = {}
-
-        def add(a: int, b: int, table: np.ndarray) -> None:
+        for a, b, table in (*self.arrivals.tables(position), *held_beside(self).at(position)):
             if a != b and table.any():
                 key = (min(a, b), max(a, b))
                 pairs[key] = pairs.get(key, 0.0) + (table if a < b else table.T)
-
-        for a, b, table in self.arrivals.tables(position):
-            add(a, b, table)
-        for a, b, table in held_beside(self).at(position):
-            add(a, b, table)
         return pairs
 
     def buffer_sizes(self, x: np.ndarray) -> np.ndarray:

@@ -49,6 +49,22 @@ def test_the_partitioner_then_gathers_no_more_than_it_must():
     np.testing.assert_array_equal(stopping(x), x + 1)
 
 
+def brought(x, here, there):
+    """Brings an array from one sharding to another, which changes no number. Returns the collectives."""
+    sizes = {"a": 2, "b": 2, "c": 2} if any("c" in axes for axes in (*here, *there)) else {"a": 2, "b": 4}
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(*sizes.values()), tuple(sizes))
+
+    def pinned(array, sharding):
+        return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, partition_spec(sharding)))
+
+    @jax.jit
+    def passage(x):
+        return pinned(bring(pinned(x, here), here, there, sizes, pinned), there) + 1
+
+    np.testing.assert_array_equal(passage(x), x + 1)
+    return re.findall(r" (all-gather|all-to-all|collective-permute|all-reduce)\(", passage.lower(x).compile().as_text())
+
+
 @pytest.mark.parametrize(
     ("shape", "here", "there", "collectives"),
     [
@@ -61,21 +77,9 @@ def test_the_partitioner_then_gathers_no_more_than_it_must():
 )
 def test_no_pieces_change_places_where_the_major_axis_leaves(shape, here, there, collectives):
     """The axis that is left would gather pieces in another order than the mesh's: XLA would permute them all before."""
-    sizes = {"a": 2, "b": 2, "c": 2} if any("c" in axes for axes in here) else {"a": 2, "b": 4}
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(*sizes.values()), tuple(sizes))
-
-    def pinned(array, sharding):
-        return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, partition_spec(sharding)))
-
-    @jax.jit
-    def passage(x):
-        return pinned(bring(pinned(x, here), here, there, sizes, pinned), there) + 1
-
     x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    text = passage.lower(x).compile().as_text()
-    if collectives:
-        assert re.findall(r" (all-gather|all-to-all|collective-permute|all-reduce)\(", text) == collectives
-    np.testing.assert_array_equal(passage(x), x + 1)
+    kinds = brought(x, here, there)
+    assert collectives is None or kinds == collectives
 
 
 @pytest.mark.parametrize(
@@ -92,18 +96,7 @@ def test_no_pieces_change_places_where_the_major_axis_leaves(shape, here, there,
 )
 def test_axes_that_do_not_go_together_go_one_after_the_other(here, there, exchanged):
     """The partitioner would gather the whole array where axes of two dimensions join in one, or those of one part."""
-    sizes = {"a": 2, "b": 2, "c": 2} if any("c" in axes for axes in (*here, *there)) else {"a": 2, "b": 4}
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(*sizes.values()), tuple(sizes))
-
-    def pinned(array, sharding):
-        return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, partition_spec(sharding)))
-
-    @jax.jit
-    def passage(x):
-        return pinned(bring(pinned(x, here), here, there, sizes, pinned), there) + 1
-
     x = np.arange(16**3, dtype=np.float32).reshape(16, 16, 16)
-    kinds = re.findall(r" (all-gather|all-to-all|collective-permute|all-reduce)\(", passage.lower(x).compile().as_text())
+    kinds = brought(x, here, there)
     assert "all-gather" not in kinds
     assert exchanged is None or kinds == ["all-to-all"] * exchanged
-    np.testing.assert_array_equal(passage(x), x + 1)
