@@ -23,7 +23,7 @@ import numpy as np
 from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule, Value
 from jaxauto.cost.clusters import FUSING, Clusters
 from jaxauto.cost.kernels import Kernels
-from jaxauto.cost.liveness import Beside, Buffers, fill_early, fill_together, take_over
+from jaxauto.cost.liveness import Beside, Buffers, fill_early, fill_first, fill_together, take_over
 from jaxauto.cost.order import in_donated, schedule
 from jaxauto.cost.patterns import is_bound, is_shared, is_shifted, is_softmax, is_strided, is_widening, keeps_exp, parts_kernels, slides
 from jaxauto.cost.stacks import stack_passes
@@ -101,6 +101,8 @@ class _Fusion:
         self.clock = 0
         self.kinds = {node.id: self._kind(node) for node in walk(graph)}
         self.unwritten = {*graph.inputs, *graph.consts}
+        self.carried: set[int] = set()  # what a loop's trips hand on
+        self.through: set[int] = set()  # results of loops that a loop in them made: what goes round both is in one place
 
     def kind(self, node: Node) -> Kind:
         return self.kinds[node.id]
@@ -128,8 +130,10 @@ class _Fusion:
         kept = inputs | self.in_place | (self.clusters.in_tuple if self.clusters else set())  # on TPU none of one fusion's several results
         if self.kernels:
             fill_together(self.graph, self.start, self.in_place)
-        if self.hides:
-            fill_early(self.graph, self.start, self.position, self.in_place, backward=self.platform == "gpu")
+        if self.hides and self.platform == "gpu":
+            fill_early(self.graph, self.start, self.position, self.in_place)
+        elif self.hides:
+            fill_first(self.graph, self.start, self.in_place)
         take_over([w for w in self.writers if w[1] not in self.in_place], partial(self.bytes_of, fixed), self.start, self.last, kept)
         ids = np.array(sorted(self.start), int)
         last = [self.start[n] - 1 if n in self.in_place else self.last.get(n, self.start[n]) for n in ids]
@@ -139,7 +143,7 @@ class _Fusion:
             start=np.array([self.start[n] for n in ids], int),
             end=np.array(last, int),
             reads=np.array([self.reads.get(n, 0) for n in ids], float),
-            written=np.array([0.0 if n in self.unwritten else written.get(n, 1.0) for n in ids], float),
+            written=np.array([0.0 if n in self.unwritten | self.through else written.get(n, 1.0) for n in ids], float),
             is_input=np.array([n in inputs for n in ids], bool),
             is_output=np.array([n in final for n in ids], bool),
             length=end + 1,
@@ -347,6 +351,7 @@ class _Fusion:
         """A loop reads its operands; slices that operations alone read are theirs to charge."""
         charged = {link.source for link in node.links if link.kind is LinkKind.XS and (self.clusters or self.is_operand(link.target))}
         charged |= {link.source for link in node.links if link.kind is LinkKind.OVER}
+        charged |= {link.source for link in node.links if link.kind is LinkKind.INIT} & self.carried
         for x in (x for x in node.inputs if isinstance(x, int)):
             self.keep_alive(x, begin) if x in charged else self.read(x, begin)
             if self.clusters:
@@ -369,6 +374,11 @@ class _Fusion:
             turned[link.target], self.copied[link.target] = self.clock, link.source
         return turned
 
+    def is_looped(self, number: int) -> bool:
+        """Whether a loop makes a value."""
+        maker = self.values[number].producer
+        return maker is not None and bool(maker.bodies)
+
     def is_operand(self, number: int) -> bool:
         """Whether operations, and nothing else, read a value."""
         users = self.values[number].users
@@ -389,6 +399,8 @@ class _Fusion:
             for number in body.inputs:
                 self.start[number] = begin + 1
                 self.unwritten.add(number)
+            self.carried |= {link.target for link in node.links if link.kind is LinkKind.INIT}
+            self.through |= {e.target for e in node.links if e.kind is LinkKind.FINAL and self.is_looped(e.source)}
             self.virtual.update({link.target: frozenset() for link in node.links if link.target in made})
             self.in_place |= {x for x in outputs & {*stacked.values()} if body.outputs.count(x) == 1 and x not in body.inputs}
             self.visit(body, outputs, {*stacked.values()})

@@ -85,22 +85,29 @@ def take_over(
                 break
 
 
-def fill_early(graph: Graph, start: dict[int, int], position: Mapping[int, int], in_place: Set[int], *, backward: bool) -> None:
-    """Stacks of a loop are there from the end of the loop before it: schedulers that hide collectives fill early what waits for nothing.
-
-    Args:
-      backward: those of a loop that runs backward too; XLA:TPU fills these, and with zeros, as the loop begins.
-    """
+def fill_early(graph: Graph, start: dict[int, int], position: Mapping[int, int], in_place: Set[int]) -> None:
+    """Stacks of a loop are there from the end of the loop before it: XLA:GPU fills early what waits for nothing, to hide collectives."""
     free = 1
     for loop in sorted((n for n in graph.nodes if n.bodies or is_filling(n)), key=lambda n: position[n.id]):
-        if is_filling(loop):
-            start.update({x: min(start[x], free) for x in loop.outputs if x in start and (backward or not loop.backward)})
-            continue
-        over = {link.target for link in loop.links if link.kind is LinkKind.OVER}
-        for link in loop.links if backward or not loop.params.get("reverse") else ():
-            if link.kind is LinkKind.YS and link.target in start and link.target not in in_place | over:
-                start[link.target] = min(start[link.target], free)
-        free = position[loop.id] + 1
+        start.update({x: min(start[x], free) for x in _filled(loop) if x in start and x not in in_place})
+        free = free if is_filling(loop) else position[loop.id] + 1
+
+
+def fill_first(graph: Graph, start: dict[int, int], in_place: Set[int]) -> None:
+    """Stacks of all loops are there as the step begins: XLA:TPU allocates first what waits for nothing, where it hides collectives.
+
+    Those of a loop that runs backward it fills, with zeros, as the loop begins.
+    """
+    ahead = (n for n in graph.nodes if not (n.backward if is_filling(n) else n.params.get("reverse")))
+    start.update({x: min(start[x], 1) for n in ahead for x in _filled(n) if x in start and x not in in_place})
+
+
+def _filled(node: Node) -> Iterable[int]:
+    """What a node fills, or is filled for it."""
+    if is_filling(node):
+        return node.outputs
+    over = {link.target for link in node.links if link.kind is LinkKind.OVER}
+    return [link.target for link in node.links if link.kind is LinkKind.YS and link.target not in over]
 
 
 def is_filling(node: Node) -> bool:
@@ -112,11 +119,10 @@ def fill_together(graph: Graph, start: dict[int, int], in_place: Set[int]) -> No
     """Stacks of one shape that loops of one graph fill are there from the first of these loops on: XLA:GPU fuses what fills them."""
     alike: dict[tuple, list[int]] = {}
     for loop in (n for n in graph.nodes if n.bodies):
-        over = {link.target for link in loop.links if link.kind is LinkKind.OVER}
-        for link in loop.links:
-            if link.kind is LinkKind.YS and link.target in start and link.target not in in_place | over:
-                value = graph.values[link.target]
-                alike.setdefault((value.shape, str(value.dtype)), []).append(link.target)
+        for stack in _filled(loop):
+            if stack in start and stack not in in_place:
+                value = graph.values[stack]
+                alike.setdefault((value.shape, str(value.dtype)), []).append(stack)
         for body in loop.bodies:
             fill_together(body, start, in_place)
     for stacks in alike.values():

@@ -88,8 +88,16 @@ def _scan(node: Node, operands: list, pin: Pins, first: Any) -> list:
     given = (lax.iota("int32", node.trips) if node.window else None, [x for x, all_of_it in zip(xs, whole, strict=True) if not all_of_it])
     unroll = node.params.get("unroll", 1) if window.each == 1 else 1
     with compat.source_of(node.eqn, node.scope):
+        if node.trips == 1 and window.each > 1:
+            return list(itertools.chain(*_once(lambda carry: step(carry, (0, []))[0], (init, stacks))))
         (carry, stacks), ys = lax.scan(step, (init, stacks), given, length=node.trips, reverse=node.reverse, unroll=unroll)
     return [*carry, *ys, *stacks]
+
+
+def _once(step: Callable, carry: Any) -> Any:
+    """``step(carry)``, in a loop that compilers take for one: what it makes is in memory while it runs, not from the step's begin on."""
+    trips, carry = lax.optimization_barrier((jnp.int32(1), carry))
+    return lax.while_loop(lambda at: at[0] < trips, lambda at: (at[0] + 1, step(at[1])), (jnp.int32(0), carry))[1]
 
 
 def _cut(arrays: list, *lengths: int) -> list[list]:

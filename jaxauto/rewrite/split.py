@@ -8,8 +8,8 @@ trips are run again in the backward pass, k segments of m trips, and become scan
 
 k carries lie between the passes, the residuals of m trips while a segment goes backward, and the part runs forward once more: the
 square-root schedule (Chen et al., arXiv 1604.06174). Parts that get shorter, the last of them an ordinary pair, are Rotor's optimum for one
-more forward pass (Beaumont et al., Inria RR-9302). One segment alone runs again from the carries that the part began with. What is run
-again can be cut into segments in its turn.
+more forward pass (Beaumont et al., Inria RR-9302). One segment alone runs again from the carries that the part began with, in a loop of
+one trip: outside of a loop compilers allocate its stacks as the step begins. What is run again can be cut into segments in its turn.
 
 No stack is cut: weights are read, and their gradients written, where they are (``core.Window``).
 """
@@ -135,8 +135,7 @@ class _Range:
 
     def inside(self) -> _Range:
         """What one of its segments is."""
-        first = self.first if self.alone else 0
-        return replace(self, first=first, count=self.segments[0], segments=self.segments[1:])
+        return replace(self, first=0, count=self.segments[0], segments=self.segments[1:])
 
 
 class _Splitting:
@@ -196,24 +195,13 @@ class _Splitting:
         self, part: _Range, made: _Made, init: Sequence[Operand], over: Names, *, reads: Names | None = None, last: bool = False
     ) -> tuple[list[Node], _Made, Part]:
         """The backward pass of some trips: nodes, the last of them, and the pair in it. ``reads``: names in a scan around it."""
-        if part.segments and not part.alone:
+        if part.segments:
             return self._segments_backward(part, made.starts, init, over, reads or {}, last=last)
-        if part.alone:
-            barrier, starts, init = self._later(made.starts, init) if reads is None else ([], made.starts, init)
-            again = self._forward(part.inside(), starts, {}, reads=reads, again=True)
-            nodes, back, pair = self._backward(part.inside(), again, init, over, reads=reads, last=last)
-            return [*barrier, again.node, *nodes], back, pair
         body = self.program.body_again(self.backward.body)[0] if part.part else None
         back = self._leaf(self.backward, part, body, init, over, reads={**(reads or {}), **made.own}, last=last)
         whole = {} if made.node.backward else self.forward.whole  # what runs again does not write them again
         stacks = {made.names.get(x, x): y for y, x in whole.items() if isinstance(x, int)}
         return [back.node], back, Part(made.node, back.node, self.parts[part.part].kept, made.names, stacks)
-
-    def _later(self, starts: Sequence[Operand], init: Sequence[Operand]) -> tuple[list[Node], tuple[Operand, ...], tuple[Operand, ...]]:
-        """A barrier by which what begins with ``starts`` waits for ``init``, the cotangents; and what they are called behind it."""
-        numbers = list(dict.fromkeys(x for x in (*starts, *init) if isinstance(x, int)))
-        barrier, names = self.program.barrier(numbers, self.backward.node)
-        return [barrier], renamed(starts, names), renamed(init, names)
 
     def _leaf(
         self,
@@ -276,20 +264,21 @@ class _Splitting:
         return _Made(node, finals, {}, whole, starts)
 
     def _segments_backward(
-        self, part: _Range, starts: Iterable[Operand], init: Sequence[Operand], over: Names, outside: Names, *, last: bool
+        self, part: _Range, starts: tuple[Operand, ...], init: Sequence[Operand], over: Names, outside: Names, *, last: bool
     ) -> tuple[list[Node], _Made, Part]:
         """Each segment forward once more, and then backward."""
         forward, scan, fresh = self.forward, self.backward, self.program.fresh
-        reads = self._inside(x for x in (*forward.consts, *forward.xs, *scan.consts, *scan.xs) if x not in forward.own)
+        whole, stacked = (starts, ()) if part.alone else ((), starts)
+        reads = self._inside(x for x in (*forward.consts, *forward.xs, *scan.consts, *scan.xs, *whole) if x not in forward.own)
         carries, stacks = [fresh(x) for x in scan.carries], {y: fresh(y) for y in over}
-        slices = [fresh(x) for x in forward.carries]
-        again = self._forward(part.inside(), slices, {}, reads=reads, again=True)
+        slices = [fresh(x) for x in forward.carries] if stacked else []
+        again = self._forward(part.inside(), slices or renamed(whole, reads), {}, reads=reads, again=True)
         nodes, back, pair = self._backward(part.inside(), again, carries, stacks, reads=reads)
-        finals, whole = self._results(scan, over, last=last)
+        finals, written = self._results(scan, over, last=last)
         inputs = (*reads.values(), *carries, *stacks.values(), *slices)
         around = Graph(inputs, (*back.finals, *back.whole.values()), [again.node, *nodes], self.program.values)
-        node = self._outer(scan, part, renamed(reads, outside), (*init, *over.values()), starts, (*finals, *whole.values()), around)
-        return [node], _Made(node, finals, {}, whole), pair
+        node = self._outer(scan, part, renamed(reads, outside), (*init, *over.values()), stacked, (*finals, *written.values()), around)
+        return [node], _Made(node, finals, {}, written), pair
 
     def _inside(self, operands: Iterable[Operand]) -> dict[int, int]:
         """Names in the body of a scan over segments for what its scans read."""

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxauto.core import Node
 from jaxauto.cost.compute import factor_dims
 from jaxauto.cost.turning import turned
 from jaxauto.cost.windowed import is_view
 from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
+from jaxauto.solve.facts import operation_runs
 from jaxauto.solve.positions import edge_layout, moved_share
 from jaxauto.solve.turns import Row, beside_loops, beside_results, cut_results, in_order, update_begins
 from jaxauto.strategies import project, shards
@@ -72,12 +74,12 @@ def _collected(rows: list[Row]) -> Beside:
 
 def _of_results(model: Model) -> Iterator[Row]:
     """What lies beside results as operations make them."""
-    for op in model.groups.operations:
-        at = model.buffers.position.get(op.node.id)
+    for op, node in operation_runs(model.variant, model.groups):
+        at = model.buffers.position.get(node.id)
         for o in op.results if at is not None else ():
             v, g = model.var("operation", op.node.id), model.var("group", o.group)
             yield from in_order(at, at, v, g, model.result_tables(op, o)[2])
-            begin = filled_at(model, op, at)
+            begin = filled_at(model, node, at)
             if begin < at:
                 yield from in_order(begin, at - 1, v, g, model.cached(("whole", v, g, o.value), lambda op=op, o=o: _as_made(model, op, o)))
 
@@ -166,15 +168,17 @@ def _moved(model: Model, group: int, own: tuple[int, ...], view: int, dims: tupl
 
 
 def shared_operands(model: Model) -> list[tuple[int, int, tuple[int, ...], int, int]]:
-    """(value, group that it is resharded to, its dimensions there, positions of the first and the last operation that reads it there)."""
-    found: dict[tuple[int, int], tuple[tuple[int, ...], int, int]] = {}
-    for op in model.groups.operations:
-        at = model.buffers.position.get(op.node.id)
+    """(value as written, group that it is resharded to, its dimensions there, positions of the first and the last operation that reads it
+    there)."""
+    found: dict[tuple[int, int], tuple[int, tuple[int, ...], int, int]] = {}
+    for op, node in operation_runs(model.variant, model.groups):
+        at = model.buffers.position.get(node.id)
         for o in op.operands if at is not None else ():
             if at is not None and o.group != model.groups.place[o.value][0]:
-                dims, begin, end = found.get((o.value, o.group), (tuple(d for d, _ in o.dims), at, at))
-                found[o.value, o.group] = dims, min(begin, at), max(end, at)
-    return [(number, view, *rest) for (number, view), rest in found.items()]
+                key = node.inputs[op.node.inputs.index(o.value)], o.group
+                *_, begin, end = found.get(key, (at, at))
+                found[key] = o.value, tuple(d for d, _ in o.dims), min(begin, at), max(end, at)
+    return [(number, view, *rest) for (_, view), (number, *rest) in found.items()]
 
 
 def _as_made(model: Model, op: Operation, o: Operand) -> np.ndarray:
@@ -183,16 +187,16 @@ def _as_made(model: Model, op: Operation, o: Operand) -> np.ndarray:
     return np.repeat(value_bytes(model.values[o.value]) / pieces[:, None], len(model.states[model.var("group", o.group)]), axis=1)
 
 
-def filled_at(model: Model, op: Operation, at: int) -> int:
-    """Where the array is made that an operation writes into.
+def filled_at(model: Model, node: Node, at: int) -> int:
+    """Where the array is made that an operation at ``at`` writes into.
 
     On several devices XLA:GPU fills with zeros what the backward pass scatters into as that pass begins: its scheduler hides collectives,
     and starts early what waits for nothing (``liveness.fill_early``).
     """
-    if model.chip.platform != "gpu" or op.node.prim not in FILLED or model.mesh.num_devices == 1:
+    if model.chip.platform != "gpu" or node.prim not in FILLED or model.mesh.num_devices == 1:
         return at
     straight = [n for n in model.variant.rewritten.graph.nodes if n.backward]
-    if op.node.id not in {n.id for n in straight}:
+    if node.id not in {n.id for n in straight}:
         return at
     return min(model.buffers.loop_start.get(n.id, model.buffers.position[n.id]) for n in straight)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING
 
-from jaxauto.core import LinkKind
+from jaxauto.core import LinkKind, Node
 from jaxauto.cost.onchip import capacity
 from jaxauto.cost.windowed import is_view
 from jaxauto.graph import value_bytes, walk
-from jaxauto.groups import Operand, Operation
+from jaxauto.groups import Operand
 from jaxauto.solve.beside import FILLED, made_early, passed_edges, shared_operands
 from jaxauto.solve.check_ring import padding
 from jaxauto.solve.check_turns import copies_of_results, is_turned, made_whole
@@ -82,15 +82,17 @@ def _slices(answer: Answer) -> set[int]:
 def _of_results(answer: Answer) -> Iterator[tuple[int, int, float]]:
     """Sums before they are scattered, what windowed einsums copy, and what is filled with zeros long before it is scattered into."""
     model = answer.model
-    for op in model.groups.operations:
-        at = model.buffers.position.get(op.node.id)
+    least = capacity(model.chip) if model.mesh.windows else 0.0
+    for op, node in operation_runs(model.variant, model.groups):
+        at = model.buffers.position.get(node.id)
         for o in op.results if at is not None else ():
             here, there = answer.operand(op, o), answer.holder(o)
-            if model.mesh.windows:
-                yield at, at, (answer.windowed(op, o) or (0.0, 0.0, {}))[1]
-            elif any(there[a] != WHOLE for a in answer.partial(op, o)):
-                yield at, at, answer.bytes_of(o.value) / answer.pieces(here)
-            begin = _filled(answer, op, at)
+            whole = answer.bytes_of(o.value) / answer.pieces(here)
+            if ring := answer.windowed(op, o) if model.mesh.windows else None:
+                yield at, at, ring[1]
+            elif any(there[a] != WHOLE for a in answer.partial(op, o)) and whole > least:
+                yield at, at, whole
+            begin = _filled(answer, node, at)
             if begin < at:
                 yield begin, at - 1, value_bytes(model.values[o.value]) / answer.pieces(here)
 
@@ -123,13 +125,13 @@ def _passed(answer: Answer) -> Iterator[tuple[int, int, float]]:
             yield begin, end, (1 + again) * value_bytes(model.values[number]) / answer.pieces(there)
 
 
-def _filled(answer: Answer, op: Operation, at: int) -> int:
+def _filled(answer: Answer, written: Node, at: int) -> int:
     """Of a scatter in the straight backward pass on several GPUs: where that pass begins."""
     b, begin, found = answer.model.buffers, at, False
-    if answer.model.chip.platform == "gpu" and op.node.prim in FILLED and answer.count(range(len(answer.sizes))) > 1:
+    if answer.model.chip.platform == "gpu" and written.prim in FILLED and answer.count(range(len(answer.sizes))) > 1:
         for node in answer.model.variant.rewritten.graph.nodes:
             if node.backward:
-                begin, found = min(begin, b.loop_start.get(node.id, b.position[node.id])), found or node.id == op.node.id
+                begin, found = min(begin, b.loop_start.get(node.id, b.position[node.id])), found or node.id == written.id
     return begin if found else at
 
 

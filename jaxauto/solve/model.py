@@ -28,7 +28,7 @@ from jaxauto.cost.compute import factor_dims
 from jaxauto.cost.halo import SIDES, halo_collectives
 from jaxauto.cost.layout import minor_dims, padding
 from jaxauto.cost.liveness import live_bytes
-from jaxauto.cost.onchip import Near, in_hbm, room
+from jaxauto.cost.onchip import Near, capacity, in_hbm, room
 from jaxauto.cost.reshard import passage_collectives, passage_tables
 from jaxauto.cost.windowed import made_inside, windowed
 from jaxauto.graph import value_bytes
@@ -322,8 +322,8 @@ class Model:
         scattered, longer, copied, made = windowed(op, o, self.values, self.states[v], target, partial, self.mesh, self.chip, inside)
         source = project(self.states[v], factors)
         tables = passage_tables(source, target, bytes_, self.mesh, partial, scattered, together)
-        if not self.mesh.windows:
-            copied = unscattered(source, target, partial, bytes_, self.mesh.sizes)
+        alone = unscattered(source, target, partial, bytes_, self.mesh.sizes)
+        copied = copied + np.where(scattered | (bool(self.mesh.windows) & (alone <= capacity(self.chip))), 0.0, alone)
         if trips > 1:  # what is summed whole and stays where it is, is summed after the loop
             tables[:, (source[:, None] == target).all(-1)] /= trips
         return tables, longer, copied, made

@@ -11,14 +11,12 @@ forward pass takes f seconds:
 Cuts that are worked out, for all pairs of what the levels keep, all at once; of these what nothing beats in bytes and seconds is offered:
 - two parts, without segments: each trip is run again by itself, or some are not at all
 - equal segments, one or two deep, and a part that is not run again at the end
-- up to ``_PARTS`` parts of one segment each, shorter each time by what the carries between them take, and such a part at the end; but not
-  where the compiler fills the stacks of a segment long before it runs
+- up to ``_PARTS`` parts of one segment each, shorter each time by what the carries between them take, and such a part at the end
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -76,9 +74,6 @@ class ScanOptions:
         forward = block.scan[0]
         stacked = dict(zip(forward.outputs, forward.bodies[0].outputs, strict=True))
         self.always = {stacked[y] for y in own_stacks(*block.scan, block.graph)} - {*block.residuals}  # carries mostly
-        gpu = remat.chip.platform == "gpu"
-        self.apart = gpu  # parts differ in length, see ``liveness.fill_together``
-        self.single = not gpu or remat.devices == 1  # on several devices XLA:GPU fills the stacks of one segment as the step begins
         self.carry_bytes = sum(map(self.bytes_of, block.carries))
         self.forward_seconds = sum(map(self.seconds_of, block.forward))
 
@@ -152,11 +147,10 @@ class ScanOptions:
         """Cuts whose last part keeps what ``tail`` does; ``alone``: and those that have no such part."""
         n = self.block.count
         less = self.carry_bytes / head.held if head.held else 0.0
-        by = itertools.product(range(1, _PARTS + 1) if self.single else (), range(3 if self.apart else 1))
-        shorter = (_shorter(n, parts, less, more=more, apart=self.apart) for parts, more in by)
+        shorter = (_shorter(n, parts, less) for parts in range(1, _PARTS + 1))
         cuts = [*([_pairs(n)] if head is not tail else []), _equal(n), _deeper(n), *shorter]
         for count, segments in cuts:
-            which = np.nonzero(((count[-1] > 0) | alone) & (self.single | (count[0] != segments[0, 0])))[0]
+            which = np.nonzero((count[-1] > 0) | alone)[0]
             count, segments = count[:, which], segments[:, :, which]
             if len(which):
                 yield _Table(head, tail, count, segments, self.costs(count, segments, [head] * (len(count) - 1) + [tail]))
@@ -212,22 +206,16 @@ def _deeper(n: int) -> Cuts:
     return np.stack([count, n - count]), np.stack([np.stack([outer, none]), np.stack([inner, none])])
 
 
-def _shorter(n: int, parts: int, less: float, *, more: int = 0, apart: bool = False) -> Cuts:
-    """So many parts of one segment each, every one shorter by ``less`` trips than the one before, as even as that allows.
-
-    ``more``: trips that all but the last are longer. ``apart``: no two of equal length.
-    """
+def _shorter(n: int, parts: int, less: float) -> Cuts:
+    """So many parts of one segment each, every one shorter by ``less`` trips than the one before, as even as that allows."""
     tail = _steps(n)
-    longest = np.ceil((n - tail + less * parts * (parts - 1) / 2) / parts).astype(int) + more
+    longest = np.ceil((n - tail + less * parts * (parts - 1) / 2) / parts).astype(int)
     lengths: list[np.ndarray] = []
     for k in range(parts):
         left = n - tail - sum(lengths, np.zeros_like(tail))
         lengths.append(left if k == parts - 1 else np.minimum(longest - round(k * less), left - 2 * (parts - 1 - k)))
     count = np.stack([*lengths, tail])
-    fits = (count[:-1] > 1).all(axis=0)
-    if apart:
-        fits &= (np.diff(np.sort(count, axis=0), axis=0) > 0).all(axis=0)
-    count = count[:, fits]
+    count = count[:, (count[:-1] > 1).all(axis=0)]
     return count, np.stack([*count[:-1], np.zeros_like(count[-1])])[None]
 
 

@@ -143,12 +143,10 @@ def test_what_lies_between_the_passes():
     result = recompute(graph, {}, splits={0: Split((2,), (Trips(2, (2,)), Trips(4)))}).graph
     loops = [node for node in result.nodes if node.prim == "scan"]
     stacked = [{result.values[y].shape[0] for y in node.outputs[node.num_carry :] if result.values[y].shape} for node in loops]
-    assert stacked == [{3}, set(), {4}, {LENGTH}, {2}, {LENGTH}, set()]
-    assert [node.trips for node in loops] == [3, 2, 4, 4, 2, 2, 3]
-    assert [[(n.trips, n.backward) for n in node.bodies[0].nodes if n.prim == "scan"] for node in loops[::6]] == [
-        [(2, False)],
-        [(2, True), (2, True)],
-    ]
+    assert stacked == [{3}, set(), {4}, {LENGTH}, set(), set()]
+    assert [node.trips for node in loops] == [3, 2, 4, 4, 1, 3]
+    inside = [[(n.trips, n.backward) for n in node.bodies[0].nodes if n.prim == "scan"] for node in loops]
+    assert inside == [[(2, False)], [], [], [], [(2, True), (2, True)], [(2, True), (2, True)]]
 
 
 def test_weights_are_not_cut_and_gradients_are_written_in_place():

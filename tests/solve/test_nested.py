@@ -59,7 +59,7 @@ def recurrent(width=16, rows=64, length=32):
 
 def prepared(step, args, target="h100:1"):
     found = read(step, args, {})
-    remat = Remat(found.graph, found.groups, found.aliased, Target(target).chip)
+    remat = Remat(found.graph, found.groups, found.aliased, Target(target).chip, devices=Target(target).num_devices)
     return remat, remat.levels()[-1]
 
 

@@ -15,6 +15,7 @@ from helpers import rotor
 
 import jaxauto
 from jaxauto import certify
+from jaxauto.aot import compiler_for
 from jaxauto.core import Split, Trips
 from jaxauto.cost.liveness import live_bytes
 from jaxauto.graph import multiplicity, walk
@@ -131,7 +132,7 @@ def test_no_more_forward_passes_than_the_optimum_of_rotor(slots):
 def test_the_leanest_answer_without_splits_is_at_hand():
     """What certification compiles where the compiler does not fit a plan that splits a scan."""
     step, args = chain(LAYERS, 1024, 16384)
-    budget = 940 * 2**20
+    budget = 1000 * 2**20
     plan = jaxauto.plan(step, *args, target="v5p:1x1x1", memory_budget=budget, donate_argnums=(0,), certify=False, progress=False)
     other = certify._otherwise(plan, plan, budget)
     assert plan.decisions.splits and other is not None and not other.decisions.splits
@@ -157,5 +158,21 @@ def test_a_plan_with_segments_runs_and_is_stored(mesh, tmp_path):
     loaded = jaxauto.Plan.load(tmp_path / "plan.json", step, *args)
     assert loaded.decisions == plan.decisions
     want = jax.jit(step)(*args)
-    for planned in (plan, loaded):
-        np.testing.assert_allclose(planned.jit()(*args), want, rtol=1e-5, atol=1e-6)
+    for planned in (plan, loaded):  # sums are made in another order: as exact as their largest terms are
+        np.testing.assert_allclose(planned.jit()(*args), want, rtol=1e-5, atol=1e-6 * float(jnp.abs(want).max()))
+
+
+@pytest.mark.parametrize("target", ["v5e:2x4", "h100:8"])
+def test_stacks_of_a_segment_are_in_memory_for_it_alone(target):
+    """Outside of a loop the compilers would allocate them as the step begins, on several devices."""
+    if compiler_for(Target(target)) is None:
+        pytest.skip(f"the compiler for {target} is not installed (extras tpu-aot, gpu-aot)")
+    step, args = chain(LAYERS, 1024, 65536)
+    options = {"target": target, "mesh": {"data": 8}, "donate_argnums": (0,), "certify": False, "progress": False}
+    with pytest.raises(jaxauto.InfeasibleError) as error:
+        jaxauto.plan(step, *args, memory_budget=1e3, **options)
+    plan = jaxauto.plan(step, *args, memory_budget=1.02 * error.value.least_bytes, **options)
+    (split,) = plan.decisions.splits.values()
+    assert any(part.segments == (part.count,) for part in split.parts(LAYERS, None))
+    memory = plan.verify().row("peak memory")
+    assert memory.compiled < 1.02 * memory.estimated
