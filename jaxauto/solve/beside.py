@@ -19,6 +19,7 @@ from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.facts import operation_runs
 from jaxauto.solve.positions import edge_layout, moved_share
+from jaxauto.solve.put_off import held_for_gradients
 from jaxauto.solve.turns import Row, beside_loops, beside_results, cut_results, in_order, update_begins
 from jaxauto.strategies import project, shards
 
@@ -201,4 +202,4 @@ def filled_at(model: Model, node: Node, at: int) -> int:
     return min(model.buffers.loop_start.get(n.id, model.buffers.position[n.id]) for n in straight)
 
 
-_ROWS = (_of_results, _made_early, _shared, _passed, beside_loops, beside_results, cut_results)
+_ROWS = (_of_results, _made_early, _shared, _passed, beside_loops, beside_results, cut_results, held_for_gradients)

@@ -14,6 +14,7 @@ from jaxauto.solve.beside import FILLED, made_early, passed_edges, shared_operan
 from jaxauto.solve.check_ring import padding
 from jaxauto.solve.check_turns import copies_of_results, is_turned, made_whole
 from jaxauto.solve.facts import operation_runs
+from jaxauto.solve.put_off import put_off
 from jaxauto.solve.stacked import readings
 from jaxauto.solve.turns import update_begins
 from jaxauto.strategies import WHOLE
@@ -30,6 +31,7 @@ def held_beside(answer: Answer) -> Iterator[tuple[int, int, float]]:
     yield from _shared(answer)
     yield from _passed(answer)
     yield from _stacks(answer)
+    yield from _put_off(answer)
     begin = update_begins(answer.model)
     yield from ((begin, last, size) for size, _ in copies_of_results(answer))
     yield from ((begin, last, size) for size in made_whole(answer))
@@ -133,6 +135,14 @@ def _filled(answer: Answer, written: Node, at: int) -> int:
             if node.backward:
                 begin, found = min(begin, b.loop_start.get(node.id, b.position[node.id])), found or node.id == written.id
     return begin if found else at
+
+
+def _put_off(answer: Answer) -> Iterator[tuple[int, int, float]]:
+    """What gradients that are summed over no devices are made of."""
+    local = {k: size for k, _, size in answer.cut()}
+    for op, buffer, begin, end in put_off(answer.model):
+        if not any(answer.partial(op, o) for o in op.results):
+            yield begin, end, local[buffer]
 
 
 def _stacks(answer: Answer) -> Iterator[tuple[int, int, float]]:
