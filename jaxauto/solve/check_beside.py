@@ -139,10 +139,13 @@ def _filled(answer: Answer, written: Node, at: int) -> int:
 
 def _put_off(answer: Answer) -> Iterator[tuple[int, int, float]]:
     """What gradients that are summed over no devices are made of."""
-    local = {k: size for k, _, size in answer.cut()}
-    for op, buffer, begin, end in put_off(answer.model):
-        if not any(answer.partial(op, o) for o in op.results):
-            yield begin, end, local[buffer]
+    model = answer.model
+    for op, number, bytes_, begin, end in put_off(model):
+        if any(answer.partial(op, o) for o in op.results):
+            continue
+        group, dims = model.groups.place[number]
+        where, minor = answer.where(answer.group[group], dims), [i for i, d in enumerate(dims) if (group, d) not in model.spatial]
+        yield begin, end, bytes_ / answer.pieces(where) * padding(model.values[number].shape, where, minor, answer.sizes, model.chip.tile)
 
 
 def _stacks(answer: Answer) -> Iterator[tuple[int, int, float]]:
