@@ -2,10 +2,10 @@
 
 XLA:GPU starts early what waits for nothing, and puts off what nothing waits for. A scatter of constants by the labels (the gradient of a
 loss that picks one logit) is made before the forward pass and lies there, as large as the logits, until it is read; the weight gradient of
-the last projection is made after the loops of the backward pass, and the logits' cotangent lies there until then. On several devices the
-loss itself is made at the end of the step, and the logits lie there until then. Barriers say when: an operation of the backward pass that
-depends on no forward value waits for the loss; a loop of the backward pass, or a recomputation, waits for the gradients that come before
-it, on several devices for those of the block before: their sums run beside a block; there the backward pass waits for the loss and the
+the last projection is made after the loops of the backward pass, and the logits' cotangent lies there until then. The loss itself is made
+at the end of the step, on one device at times, and the logits lie there until then. Barriers say when: an operation of the backward pass
+that depends on no forward value waits for the loss; a loop of the backward pass, or a recomputation, waits for the gradients that come
+before it, on several devices for those of the block before: their sums run beside a block; the backward pass waits for the loss and the
 metrics too. An array that goes through a barrier is read from there on, or the compiler for several devices takes it out.
 
 XLA:TPU puts weight gradients off as well, and makes the update with them unless they are summed over devices first. Some of those are
@@ -33,7 +33,7 @@ def in_order(rewritten: Rewritten, finished: Set[int], *, alone: bool = True, st
     Args:
       finished: gradients of the straight program that what comes after them in the backward pass waits for.
       alone: on one device.
-      strays: the compiler starts early what waits for nothing, and on several devices puts the loss off.
+      strays: the compiler starts early what waits for nothing, and puts the loss off.
     """
     program = Program.after(rewritten)
     _Order(program, rewritten.graph, finished, alone=alone, strays=strays).run()
@@ -74,7 +74,7 @@ class _Order:
         self.readers = readers_of(self.graph)
         self.names: dict[int, int] = {}
         self.waits: set[int] = set()  # values that some matmul or loop comes before
-        self.results = self._results(original) if strays and not alone else set()
+        self.results = self._results(original) if strays else set()
 
     def run(self) -> None:
         nodes: list[Node] = []
@@ -85,7 +85,8 @@ class _Order:
             tied = [] if not node.backward else self._loop(node, [*before, *made, *loss]) if node.bodies else self._early(node, place)
             if len(tied) > 1:
                 nodes.append(self._tie(tied, node))
-                made, before, loss = ([], [], []) if node.bodies else (made, before, loss)
+                made, before = ([], []) if node.bodies else (made, before)
+                loss = [x for x in loss if x not in tied]
             if loss and node.prim in _WRITTEN and (cotangents := self._cotangents(node)):
                 nodes.append(self._tie([*cotangents[-1:], *loss], node))
                 loss = []
