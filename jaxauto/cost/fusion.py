@@ -135,7 +135,7 @@ class _Fusion:
         elif self.hides:
             fill_first(self.graph, self.start, self.in_place)
         take_over([w for w in self.writers if w[1] not in self.in_place], partial(self.bytes_of, fixed), self.start, self.last, kept)
-        ids = np.array(sorted(self.start), int)
+        ids, nowhere = np.array(sorted(self.start), int), self.unwritten | self.through
         last = [self.start[n] - 1 if n in self.in_place else self.last.get(n, self.start[n]) for n in ids]
         return Buffers(
             ids=ids,
@@ -143,7 +143,7 @@ class _Fusion:
             start=np.array([self.start[n] for n in ids], int),
             end=np.array(last, int),
             reads=np.array([self.reads.get(n, 0) for n in ids], float),
-            written=np.array([0.0 if n in self.unwritten | self.through else written.get(n, 1.0) for n in ids], float),
+            written=np.array([0.0 if n in nowhere else written.get(n, 1.0) for n in ids], float),
             is_input=np.array([n in inputs for n in ids], bool),
             is_output=np.array([n in final for n in ids], bool),
             length=end + 1,
