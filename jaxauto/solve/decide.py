@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,6 +16,7 @@ from jaxauto.solve.search import Candidate
 from jaxauto.strategies import WHOLE, project, sharding_of, shards
 
 _ORDERS = frozenset(["transpose", "reshape", "squeeze", "expand_dims"])
+_MUCH = 0.05  # of all memory at its peak
 _LESS = 0.5  # a gradient that takes less than this share of what is read for it is written, so that that can go
 
 
@@ -57,24 +59,29 @@ def decisions_of(candidate: Candidate) -> Decisions:
     level = candidate.variant.level
     on_cpu = getattr(model.chip, "platform", "cpu") == "cpu"
     finished = frozenset(value for _, _, value in _finished(model)) if on_cpu else frozenset()
-    kept, away, again, splits, awaited = level.kept, level.offloaded, level.remade, dict(level.splits), _awaited(model, x)
+    kept, away, again, splits, awaited = level.kept, level.offloaded, level.remade, dict(level.splits), _awaited(candidate)
     return Decisions(values, operands, kept, frozenset(late), finished, made, away, again, splits, awaited)
 
 
-def _awaited(model: Model, x: np.ndarray) -> frozenset[int] | None:
+def _awaited(candidate: Candidate) -> frozenset[int] | None:
     """What loops and recomputations of the backward pass wait for (``rewrite/order.py``).
 
     On TPU, gradients that are summed over devices and that take much less than what is read for them, each of one device's; others are made
-    with their update, and to wait for one cost 4.6 % of a step (GPT-2 medium, unrolled, on v5p).
+    with their update, and to wait for one takes time (2.7 % of a step, GPT-2 medium, unrolled, on v5e): on one device, where something is
+    made again for the sake of memory, those are waited for that let much of it go (13 % there).
     """
+    model, x = candidate.model, candidate.x
     platform = getattr(model.chip, "platform", "cpu")
     if platform == "gpu":
         return frozenset(value for _, _, value in _finished(model))
     found = set()
+    pressed = model.mesh.num_devices == 1 and any(kept is not None for kept in model.variant.kept)
+    much = _MUCH * candidate.peak_bytes if pressed else math.inf
     for op, o, value in _finished(model) if platform == "tpu" else ():
         read = max((_local(model, i.value, model.operand_position(x, op, i)) for i in op.operands), default=0.0)
+        own = _local(model, o.value, model.position(x, o.value))
         summed = np.isin(model.state(x, "operation", op.node.id), reduced_factors(op, o)).any()
-        if summed and _local(model, o.value, model.position(x, o.value)) < _LESS * read:
+        if own < _LESS * read and (summed or read - own > much):
             found.add(value)
     return frozenset(found) or None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -76,3 +78,27 @@ def test_tpu_waits_for_gradients_that_are_much_smaller_than_what_is_read_for_the
         mesh = {"data": 8 if target == "v5e:2x4" else 1}
         plan = jaxauto.plan(biased_step, *args, target=target, mesh=mesh, certify=False, progress=False)
         assert len(plan.decisions.in_order or ()) == count
+
+
+def test_one_tpu_waits_for_a_gradient_that_lets_much_memory_go_where_there_is_little():
+    """That of the last projection: with its update it would be made at the end of the step, and the logits would lie there until then."""
+    width, vocabulary = 512, 16384
+
+    def step(params, x):
+        def loss(params):
+            y = x
+            for w in params["layers"]:
+                y = y + jnp.tanh(jnp.tanh(y @ w[0]) @ w[1])
+            return jnp.mean(jax.nn.logsumexp((y @ params["head"]).astype(jnp.float32), -1))
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    layers = [(of((width, 4 * width)), of((4 * width, width))) for _ in range(4)]
+    args = {"layers": layers, "head": of((width, vocabulary))}, of((16384, width))
+    make = functools.partial(jaxauto.plan, step, *args, target="v5e:1x1", mesh={"data": 1}, certify=False, progress=False)
+    roomy = make(remat="off")
+    tight = make(memory_budget=0.9 * roomy.estimate.peak_memory)
+    assert roomy.decisions.in_order is None and any(d.action == "recomputed" for d in tight.remat)
+    values = tight.program.solved.best.model.values
+    assert [width, vocabulary] in [sorted(values[gradient].shape) for gradient in tight.decisions.in_order]
