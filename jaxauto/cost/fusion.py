@@ -23,7 +23,7 @@ import numpy as np
 from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule, Value
 from jaxauto.cost.clusters import FUSING, Clusters
 from jaxauto.cost.kernels import Kernels
-from jaxauto.cost.liveness import Beside, Buffers, fill_early, fill_first, fill_together, take_over
+from jaxauto.cost.liveness import Beside, Buffers, fill_early, fill_together, take_over
 from jaxauto.cost.order import in_donated, schedule
 from jaxauto.cost.patterns import is_bound, is_shared, is_shifted, is_softmax, is_strided, is_widening, keeps_exp, parts_kernels, slides
 from jaxauto.cost.stacks import stack_passes
@@ -130,10 +130,8 @@ class _Fusion:
         kept = inputs | self.in_place | (self.clusters.in_tuple if self.clusters else set())  # on TPU none of one fusion's several results
         if self.kernels:
             fill_together(self.graph, self.start, self.in_place)
-        if self.hides and self.platform == "gpu":
-            fill_early(self.graph, self.start, self.position, self.in_place)
-        elif self.hides:
-            fill_first(self.graph, self.start, self.in_place)
+        if self.hides:
+            fill_early(self.graph, self.start, self.position, self.in_place, backward=self.platform == "gpu")
         take_over([w for w in self.writers if w[1] not in self.in_place], partial(self.bytes_of, fixed), self.start, self.last, kept)
         ids, nowhere = np.array(sorted(self.start), int), self.unwritten | self.through
         last = [self.start[n] - 1 if n in self.in_place else self.last.get(n, self.start[n]) for n in ids]

@@ -85,21 +85,19 @@ def take_over(
                 break
 
 
-def fill_early(graph: Graph, start: dict[int, int], position: Mapping[int, int], in_place: Set[int]) -> None:
-    """Stacks of a loop are there from the end of the loop before it: XLA:GPU fills early what waits for nothing, to hide collectives."""
+def fill_early(graph: Graph, start: dict[int, int], position: Mapping[int, int], in_place: Set[int], *, backward: bool) -> None:
+    """Stacks of a loop are there from the end of the loop before it: schedulers that hide collectives fill early what waits for nothing.
+
+    XLA:TPU had those of a loop that runs a segment again from the begin of the step: it is in a loop of its own (``rewrite/split.py``).
+
+    Args:
+      backward: those of a loop that runs backward too; XLA:TPU fills these, and with zeros, as the loop begins.
+    """
     free = 1
     for loop in sorted((n for n in graph.nodes if n.bodies or is_filling(n)), key=lambda n: position[n.id]):
-        start.update({x: min(start[x], free) for x in _filled(loop) if x in start and x not in in_place})
+        if backward or not (loop.backward if is_filling(loop) else loop.params.get("reverse")):
+            start.update({x: min(start[x], free) for x in _filled(loop) if x in start and x not in in_place})
         free = free if is_filling(loop) else position[loop.id] + 1
-
-
-def fill_first(graph: Graph, start: dict[int, int], in_place: Set[int]) -> None:
-    """Stacks of all loops are there as the step begins: XLA:TPU allocates first what waits for nothing, where it hides collectives.
-
-    Those of a loop that runs backward it fills, with zeros, as the loop begins.
-    """
-    ahead = (n for n in graph.nodes if not (n.backward if is_filling(n) else n.params.get("reverse")))
-    start.update({x: min(start[x], 1) for n in ahead for x in _filled(n) if x in start and x not in in_place})
 
 
 def _filled(node: Node) -> Iterable[int]:

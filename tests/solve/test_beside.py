@@ -109,27 +109,6 @@ def test_stacks_are_there_from_the_end_of_the_loop_before_on_several_devices(dev
     assert starts and all((s <= b.position[first.id] + 1) == early for s in starts)
 
 
-@pytest.mark.parametrize(("target", "first"), [("v5e:2x4", True), ("v5e:1x1", False)])
-def test_stacks_of_all_loops_are_there_as_the_step_begins_on_several_tpus(target, first):
-    def step(weights, x):
-        def loss(weights):
-            y = x
-            for stack in weights:
-                y, _ = jax.lax.scan(lambda y, w: (y + jnp.tanh(jnp.tanh(y @ w)), None), y, stack)
-            return jnp.mean(y**2)
-
-        return jax.tree.map(lambda p, g: p - 0.1 * g, weights, jax.grad(loss)(weights))
-
-    args = (spec(4, 512, 512), spec(6, 512, 512)), spec(2048, 512)
-    plan = jaxauto.plan(step, *args, target=target, remat="off", certify=False, progress=False)
-    best = plan.program.solved.best
-    b, graph = best.model.buffers, best.variant.rewritten.graph
-    loops = [n for n in graph.nodes if n.bodies and not n.backward]
-    start = {int(n): int(s) for n, s in zip(b.ids, b.start, strict=True)}
-    stacks = [y for n in loops[1:] for y in n.outputs[n.num_carry :] if y in start]
-    assert stacks and all((start[y] == 1) == first for y in stacks)
-
-
 def updated(weight, momentum, x):
     momentum = 0.9 * momentum + jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w)))(weight)
     return weight - 0.1 * momentum, momentum
