@@ -372,11 +372,6 @@ class _Fusion:
             turned[link.target], self.copied[link.target] = self.clock, link.source
         return turned
 
-    def is_looped(self, number: int) -> bool:
-        """Whether a loop makes a value."""
-        maker = self.values[number].producer
-        return maker is not None and bool(maker.bodies)
-
     def is_operand(self, number: int) -> bool:
         """Whether operations, and nothing else, read a value."""
         users = self.values[number].users
@@ -398,7 +393,8 @@ class _Fusion:
                 self.start[number] = begin + 1
                 self.unwritten.add(number)
             self.carried |= {link.target for link in node.links if link.kind is LinkKind.INIT}
-            self.through |= {e.target for e in node.links if e.kind is LinkKind.FINAL and self.is_looped(e.source)}
+            looped = {out for inner in body.nodes if inner.bodies for out in inner.outputs}
+            self.through |= {link.target for link in node.links if link.kind is LinkKind.FINAL and link.source in looped}
             self.virtual.update({link.target: frozenset() for link in node.links if link.target in made})
             self.in_place |= {x for x in outputs & {*stacked.values()} if body.outputs.count(x) == 1 and x not in body.inputs}
             self.visit(body, outputs, {*stacked.values()})

@@ -8,8 +8,9 @@ that depends on no forward value waits for the loss; a loop of the backward pass
 before it, on several devices for those of the block before: their sums run beside a block; the backward pass waits for the loss and the
 metrics too. An array that goes through a barrier is read from there on, or the compiler for several devices takes it out.
 
-XLA:TPU puts weight gradients off as well, and makes the update with them unless they are summed over devices first. Some are
-waited for, that read much more than they are, as the last projection's does (``solve/decide.py``); nothing else is held there.
+XLA:TPU puts weight gradients off as well, and makes the update with them unless they are summed over devices first. Of those some are
+waited for, that read much more than they are, as the last projection's does, and some on one device that is short of memory
+(``solve/decide.py``); nothing else is held there.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ trips are run again in the backward pass, k segments of m trips, and become scan
 k carries lie between the passes, the residuals of m trips while a segment goes backward, and the part runs forward once more: the
 square-root schedule (Chen et al., arXiv 1604.06174). Parts that get shorter, the last of them an ordinary pair, are Rotor's optimum for one
 more forward pass (Beaumont et al., Inria RR-9302). One segment alone runs again from the carries that the part began with, in a loop of
-one trip: outside of a loop compilers allocate its stacks as the step begins. What is run again can be cut into segments in its turn.
+one trip: outside of one, compilers for several devices had its stacks from the begin of the step. What is run again can be cut into
+segments in its turn.
 
 No stack is cut: weights are read, and their gradients written, where they are (``core.Window``).
 """

@@ -14,10 +14,9 @@ import numpy as np
 from jaxauto.core import Node
 from jaxauto.cost.compute import factor_dims
 from jaxauto.cost.turning import turned
-from jaxauto.cost.windowed import is_view
 from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
-from jaxauto.solve.facts import operation_runs
+from jaxauto.solve.facts import operation_runs, viewed
 from jaxauto.solve.positions import edge_layout, moved_share
 from jaxauto.solve.put_off import held_for_gradients
 from jaxauto.solve.turns import Row, beside_loops, beside_results, cut_results, in_order, update_begins
@@ -108,11 +107,8 @@ def _made_for_dots(model: Model) -> list[tuple[Operation, int, int, int]]:
     last: dict[int, tuple[Operation, int, int, int]] = {}
     for op in model.groups.operations:
         for k, _ in model.inside(op) if op.node.id in position and op.node.backward else ():
-            number = nodes[op.node.id].inputs[k]
-            node = graph.values[number].producer
-            while node is not None and is_view(model.groups, rewritten.origin.get(number, number)):
-                number = node.inputs[0]
-                node = graph.values[number].producer if isinstance(number, int) else None
+            number = viewed(model.groups, rewritten, nodes[op.node.id].inputs[k])
+            node = graph.values[number].producer if isinstance(number, int) else None
             end = position[op.node.id] - 1
             early = node is not None and not node.backward and position.get(node.id, end) < end
             if early and (number not in last or last[number][3] < end):

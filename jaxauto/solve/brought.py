@@ -15,9 +15,8 @@ from jaxauto.core import Graph, LinkKind
 from jaxauto.cost.compute import factor_dims
 from jaxauto.cost.layout import minor_dims, padding
 from jaxauto.cost.onchip import capacity
-from jaxauto.cost.windowed import is_view
 from jaxauto.graph import value_bytes, walk
-from jaxauto.solve.facts import operation_runs
+from jaxauto.solve.facts import operation_runs, viewed
 from jaxauto.strategies import WHOLE, project, shards
 
 if TYPE_CHECKING:
@@ -125,9 +124,7 @@ class _Written:
         self.sliced = _sliced(self.rewritten.graph)
 
     def at_most(self, number: Any) -> float:
-        origin, values = self.rewritten.origin, self.rewritten.graph.values
-        while number not in self.index and is_view(self.groups, origin.get(number, number)) and (node := values[number].producer):
-            number = node.inputs[0]
+        values, number = self.rewritten.graph.values, viewed(self.groups, self.rewritten, number, self.index)
         if number not in values:  # a literal
             return 0.0
         if number in self.index:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxauto.core import Decisions, LinkKind, Sharding
 from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
+from jaxauto.solve.facts import straight_gradients
 from jaxauto.solve.model import Model
 from jaxauto.solve.positions import edge_layout, reduced_factors
 from jaxauto.solve.search import Candidate
@@ -96,14 +97,11 @@ def _finished(model: Model) -> Iterator[tuple[Operation, Operand, int]]:
 
     As the optimizer reads them: an operation writes whatever order of dimensions is asked of it, and is held to what is waited for.
     """
-    straight = {node.id for node in model.groups.graph.nodes}
-    for op in model.groups.operations:
-        for o in op.results:
-            if op.node.backward and o.value in model.program.late_only and op.node.id in straight:
-                value = model.values[o.value]
-                while model.overlaps and len(value.users) == 1 and value.users[0].prim in _ORDERS and value.users[0].backward:
-                    value = model.values[value.users[0].outputs[0]]
-                yield op, o, value.id
+    for op, o in straight_gradients(model.groups, model.program.late_only):
+        value = model.values[o.value]
+        while model.overlaps and len(value.users) == 1 and value.users[0].prim in _ORDERS and value.users[0].backward:
+            value = model.values[value.users[0].outputs[0]]
+        yield op, o, value.id
 
 
 def _made_elsewhere(model: Model, x: np.ndarray) -> Iterator[tuple[int, Sharding]]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Container, Iterator, Mapping, Set
+from typing import Any
 
 import numpy as np
 
 from jaxauto.core import Graph, Kind, Node, Value
+from jaxauto.cost.windowed import is_view
 from jaxauto.graph import HOST, multiplicity, value_bytes, walk
-from jaxauto.groups import WHOLE, Groups, Operation
+from jaxauto.groups import WHOLE, Groups, Operand, Operation
 from jaxauto.rewrite.away import fetched
+from jaxauto.rewrite.program import Rewritten
 from jaxauto.solve.remat import Variant
 
 
@@ -78,6 +81,24 @@ def operation_runs(variant: Variant, groups: Groups) -> Iterator[tuple[Operation
         op = operations.get(made.producer.id) if made is not None and made.producer is not None else None
         if op is not None and op.node.prim == node.prim:
             yield op, node
+
+
+def straight_gradients(groups: Groups, late_only: Set[int]) -> Iterator[tuple[Operation, Operand]]:
+    """Weight gradients of the straight program, by what makes them. ``late_only``: values that nothing but the update reads."""
+    straight = {node.id for node in groups.graph.nodes}
+    for op in groups.operations:
+        for o in op.results:
+            if op.node.backward and o.value in late_only and op.node.id in straight:
+                yield op, o
+
+
+def viewed(groups: Groups, rewritten: Rewritten, number: Any, held: Container[int] = ()) -> Any:
+    """What a value of the rewritten program is a view of, through views: the first that is ``held``, or made by something else; or a
+    literal."""
+    values = rewritten.graph.values
+    while number not in held and is_view(groups, rewritten.origin.get(number, number)) and (node := values[number].producer) is not None:
+        number = node.inputs[0]
+    return number
 
 
 def read_together(variant: Variant, groups: Groups, weights: Set[int]) -> dict[tuple[int, int], int]:

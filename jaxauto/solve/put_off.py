@@ -7,15 +7,15 @@ they have run: what other dots make as they read it is written for this one (``s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from jaxauto.cost.layout import minor_dims, padding
-from jaxauto.cost.windowed import is_view
 from jaxauto.graph import value_bytes
 from jaxauto.groups import Operation
+from jaxauto.solve.facts import straight_gradients, viewed
 from jaxauto.solve.positions import reduced_factors
 from jaxauto.solve.turns import Row, in_order
 from jaxauto.strategies import project, shards
@@ -56,27 +56,21 @@ def held_for_gradients(model: Model) -> Iterator[Row]:
 
 
 def _found(model: Model) -> Iterator[PutOff]:
-    graph, b, origin = model.variant.rewritten.graph, model.buffers, model.variant.rewritten.origin
-    index: Mapping[int, int] = {int(number): k for k, number in enumerate(b.ids)}
-    end = max((b.position[node.id] for node in graph.nodes if node.bodies and node.backward), default=-1)
-    operations = {op.node.id: op for op in model.groups.operations}
+    rewritten, b = model.variant.rewritten, model.buffers
+    index = {int(number): k for k, number in enumerate(b.ids)}
+    made = {node.id: node for node in rewritten.graph.nodes}
+    end = max((b.position[node.id] for node in made.values() if node.bodies and node.backward), default=-1)
     held: set[int] = set()
-    for node in graph.nodes:
-        op = operations.get(node.id)
-        if op is None or not node.backward or not set(node.outputs) <= model.program.late_only or b.position[node.id] > end:
-            continue
-        for x in (x for x in node.inputs if isinstance(x, int)):
-            while x not in index and is_view(model.groups, origin.get(x, x)) and (made := graph.values[x].producer):
-                x = made.inputs[0]  # type: ignore[assignment]
-            maker = graph.values[x].producer if x in graph.values else None
-            if x in held or x not in graph.values or (x in index and b.is_input[index[x]]):
+    for op, _ in straight_gradients(model.groups, model.program.late_only):
+        for x in made[op.node.id].inputs if b.position[op.node.id] <= end else ():
+            number = viewed(model.groups, rewritten, x, index)
+            if number in held or number not in rewritten.graph.values:
                 continue
-            held.add(x)
-            if x in index:
-                begin, bytes_ = max(int(b.end[index[x]]), b.position[node.id]) + 1, float(b.bytes_[index[x]])
-            elif maker is not None:
-                begin, bytes_ = b.position[maker.id], value_bytes(graph.values[x])
+            held.add(number)
+            value = rewritten.graph.values[number]
+            if number in index:  # an input is there until the end
+                begin, bytes_ = max(int(b.end[index[number]]), b.position[op.node.id]) + 1, float(b.bytes_[index[number]])
             else:
-                continue
+                begin, bytes_ = b.position[value.producer.id] if value.producer else end + 1, value_bytes(value)
             if begin <= end:
-                yield PutOff(op, origin.get(x, x), bytes_, begin, end)
+                yield PutOff(op, rewritten.origin.get(number, number), bytes_, begin, end)
