@@ -374,21 +374,18 @@ class Decisions:
       kept: for each block of ``blocks.find_blocks`` the value ids it keeps for the backward pass, or None for as written.
       gathered_late: (first result, operand index) whose gather waits for the backward pass (else it is merged with the forward one's).
       made: value id → sharding it is made in before it gets the one in ``values``: a conversion that narrows comes before a gather.
-      finished: gradients of the straight program that a recomputation waits for on CPU, where they come before it: the scheduler would
-        put them off and keep what they read.
       offloaded: values that are in the host's memory between the passes; arguments and results that are there between steps.
       remade: values between blocks that are made again for the backward pass, and the depth of each, see ``reruns.py``.
       splits: block → how the trips of its scan differ in what they keep.
       in_order: gradients, those summed over devices too, that loops and recomputations of the backward pass wait for
-        where the compiler is held to the order of the program (``rewrite/order.py``): all on GPU; on TPU those summed over
-        devices that are much smaller than what is read for them. None where it is not.
+        where the compiler is held to the order of the program (``rewrite/order.py``): all on GPU and CPU; on TPU those summed
+        over devices that are much smaller than what is read for them. None where it is not.
     """
 
     values: Mapping[int, Sharding] = field(default_factory=dict)
     operands: Mapping[tuple[int, int], Sharding] = field(default_factory=dict)
     kept: tuple[frozenset[int] | None, ...] = ()
     gathered_late: frozenset[tuple[int, int]] = frozenset()
-    finished: frozenset[int] = frozenset()
     made: Mapping[int, Sharding] = field(default_factory=dict)
     offloaded: frozenset[int] = frozenset()
     remade: frozenset[tuple[int, int]] = frozenset()

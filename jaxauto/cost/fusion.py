@@ -25,8 +25,9 @@ from jaxauto.cost.clusters import FUSING, Clusters
 from jaxauto.cost.kernels import Kernels
 from jaxauto.cost.liveness import Beside, Buffers, fill_early, fill_together, take_over
 from jaxauto.cost.order import in_donated, schedule
-from jaxauto.cost.patterns import is_bound, is_shared, is_shifted, is_softmax, is_strided, is_widening, keeps_exp, parts_kernels, slides
+from jaxauto.cost.patterns import is_bound, is_shared, is_shifted, is_softmax, is_strided, is_widening, keeps_exp, slides
 from jaxauto.cost.stacks import stack_passes
+from jaxauto.cost.widened import is_dear, is_kept_wide, is_looped, is_narrow, is_tree
 from jaxauto.graph import value_bytes, walk
 from jaxauto.rewrite.away import fetched
 from jaxauto.rewrite.narrow import only_multiplied
@@ -36,11 +37,10 @@ _READS = _WRITES - {Kind.REDUCE}
 _MAX_ROOTS = 32
 # What a compiler does not make again for each reader. Seen in schedules: TPU keeps scores and makes exp(scores) twice, CPU keeps the exp.
 MADE_ONCE = {
-    "cpu": frozenset({Kind.EXPENSIVE, Kind.RANDOM}),
+    "cpu": frozenset({Kind.EXPENSIVE}),
     "gpu": frozenset({Kind.RANDOM}),
     "tpu": frozenset({Kind.RANDOM}),
 }
-_WIDENED = {"cpu": ("bfloat16", "float16")}  # computed and, excess precision being allowed, kept as float32
 
 
 def find_buffers(
@@ -72,7 +72,7 @@ class _Fusion:
         self, graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int], platform: str, rate: float, vector_rate: float, devices: int
     ):
         self.graph, self.rules, self.aliased = graph, rules, aliased
-        self.made_once, self.widened = MADE_ONCE[platform], _WIDENED.get(platform, ())
+        self.made_once = MADE_ONCE[platform]
         self.platform, self.ops_per_byte, self.alone = platform, vector_rate, devices == 1
         self.values = graph.values
         self.narrowed = only_multiplied(graph) if platform == "tpu" else frozenset()
@@ -95,6 +95,7 @@ class _Fusion:
         self.writers: list[tuple[int, int, frozenset[int]]] = []  # position, value, operands whose memory it may take over
         self.bound: set[int] = set()  # results of loop bodies
         self.summed: set[int] = set()  # on TPU: the exp of a softmax
+        self.passed: set[int] = set()  # what operations read
         self.copied: dict[int, int] = {}  # slices of stacks that are copied as a whole before the loop, and the stacks
         self.beside: dict[int, Beside] = {}
         self.in_place: set[int] = set()  # shares another buffer's memory from the start
@@ -159,9 +160,14 @@ class _Fusion:
         keeps = number in fixed or is_bound(value)
         if number in self.narrowed and not keeps:
             return value_bytes(value) / 2
-        if str(value.dtype) in self.widened and (number in self.copied or not keeps):
+        if self.platform == "cpu" and value.producer is not None and is_looped(value.producer):
+            return 2.0 * value_bytes(value)
+        if self.platform == "cpu" and is_narrow(value) and (number in self.copied or (not keeps and self.is_kept_wide(value))):
             return 4.0 * value.elements
         return value_bytes(value)
+
+    def is_kept_wide(self, value: Value) -> bool:
+        return is_kept_wide(value, self.kind, self.reads.get(value.id, 0), passed=value.id in self.passed)
 
     def visit(self, graph: Graph, outputs: set[int], loose: set[int]) -> None:
         reads = (lambda node: self.kind(node) in _READS) if self.clusters else None
@@ -186,6 +192,7 @@ class _Fusion:
                         self.clusters.use(self.roots(x))
                     if kind in OPERATIONS:
                         self.keep_alive(x, self.clock)
+                        self.passed |= self.roots(x)
                         if self.clusters and (made_of := self.virtual.get(x, self.made_twice.get(x))) is not None:
                             self.clusters.feed(node, x, made_of)
                             for root in made_of:
@@ -213,7 +220,8 @@ class _Fusion:
         roots = frozenset().union(*map(self.roots, operands))
         inside = self.kernels is not None and kind is Kind.REDUCE and self.kernels.is_inside(node, number, outputs, self.virtual)
         fused = [] if (writes := kind in _WRITES and not inside) else [x for x in operands if x in self.virtual]
-        if kind in self.made_once or not self.costly.isdisjoint(fused):
+        dear = kind in self.made_once or (self.platform == "cpu" and is_dear(node, value, kind))
+        if dear or not self.costly.isdisjoint(fused):
             self.costly.add(number)
         sums = [u for u in value.users if self.kind(u) is Kind.REDUCE] if self.clusters and kind is Kind.EXPENSIVE else []
         softmax = is_softmax(value, sums)
@@ -229,8 +237,9 @@ class _Fusion:
         moved = moved or turned or any(2 * self.values[x].elements >= value.elements for x in operands if x in self.moved)
         if self.kernels:
             self.kernels.meet(node, number, operands, self.virtual)
-        parts = self.platform == "cpu" and parts_kernels(value)
-        wanted = writes or parts or any(self.is_read(value, u, roots) for u in value.users)
+        if self.platform == "cpu" and kind is Kind.REDUCE and is_tree(node):
+            self.write_for_one(operands)
+        wanted = writes or (self.platform == "cpu" and is_looped(node)) or any(self.is_read(value, u, roots) for u in value.users)
         if not wanted and (wanted := number in outputs) and number not in self.heavy:
             self.made_twice[number] = roots
         if self.kernels:
@@ -248,7 +257,7 @@ class _Fusion:
                 self.unwritten.add(number)
             if kind is Kind.SCATTER or node.prim == "dynamic_update_slice":
                 self.writers.append((self.clock, number, self.roots(operands[0]) if operands else roots))
-            elif not (writes or moved or (self.platform == "cpu" and not parts) or (self.kernels and self.kernels.writes_beside(value))):
+            elif not (writes or moved or self.platform == "cpu" or (self.kernels and self.kernels.writes_beside(value))):
                 self.writers.append((self.clock, number, roots))
         else:
             self.virtual[number] = roots
@@ -268,6 +277,12 @@ class _Fusion:
         self.start[number] = self.clock
         self.last[number] = self.clock
 
+    def write_for_one(self, operands: list[int]) -> None:
+        """What one kernel reads has memory while it runs; all others make it again."""
+        for x in operands:
+            if x in self.virtual and x not in self.start:
+                self.start[x] = self.last[x] = self.clock
+
     def is_layout(self, node: Node) -> bool:
         """Whether a transposition moves nothing: on GPU that of a dot's result, which is written so."""
         made = self.values[x].producer if isinstance(x := node.inputs[0], int) else None
@@ -276,7 +291,7 @@ class _Fusion:
     def is_read(self, value: Value, user: Node, roots: frozenset[int]) -> bool:
         """Whether ``user`` wants the value in memory: a loop makes a constant again that is much smaller before it is broadcast."""
         if user.prim == "optimization_barrier":
-            return True
+            return self.platform != "cpu"  # there it is a select, which fuses
         if self.kind(user) not in _READS:
             return False
         if self.kernels and self.kind(user) is Kind.GATHER and user.inputs[0] == value.id:
@@ -364,7 +379,7 @@ class _Fusion:
     def turn_stacks(self, node: Node) -> dict[int, int]:
         """Stacks that a loop wants in another order, or wider, are copied before it, one by one: its slice of each, and when."""
         turned: dict[int, int] = {}
-        wider = [e for e in node.links if e.kind is LinkKind.XS and str(self.values[e.source].dtype) in self.widened]
+        wider = [e for e in node.links if e.kind is LinkKind.XS and self.platform == "cpu" and is_narrow(self.values[e.source])]
         for link in self.kernels.enter(node.links) if self.kernels else wider:
             self.clock += 1
             self.keep_alive(link.source, self.clock)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-import jax.numpy as jnp
-
 from jaxauto.core import Node, Value
 from jaxauto.graph import value_bytes
 
@@ -134,13 +132,6 @@ def _passes(value: Value, values: Mapping[int, Value]) -> set[bool]:
             seen.update(x.id for x in made)
             waiting += made
     return found
-
-
-def parts_kernels(value: Value) -> bool:
-    """Whether XLA:CPU writes a value that a predicate picks: kernels of its library, which make what reads it, take no predicates."""
-    made = value.producer
-    picked = made is not None and made.prim == "select_n" and jnp.issubdtype(value.dtype, jnp.floating)
-    return picked and any(not u.bodies for u in value.users)
 
 
 def is_bound(value: Value) -> bool:

@@ -56,12 +56,13 @@ class _Constraints(Pins):
         self.decisions, self.mesh, self.host = decisions, mesh, rewritten.host
         self.origin, self.stacked = rewritten.origin, rewritten.stacked
         self.on_cpu = platform == "cpu"
+        self.late = {x for node in rewritten.graph.nodes if node.backward for x in node.outputs} if self.on_cpu else set()
         self.row_major = _told_their_layout(rewritten, decisions) if platform == "tpu" and mesh.size > 1 else set()
-        self.awaited: list = []
 
-    def barrier(self, arrays: list) -> list:
-        awaited, self.awaited = self.awaited, []
-        return after_last(arrays, awaited) if self.on_cpu else super().barrier(arrays)
+    def barrier(self, arrays: list, numbers: Sequence = ()) -> list:
+        if not self.on_cpu:
+            return super().barrier(arrays)
+        return after_last(arrays, [x for x, number in zip(arrays, numbers, strict=False) if number in self.late])
 
     def pinned(self, array: Any, sharding: Sharding, *, stacked: bool = False) -> Any:
         if self.mesh.size == 1 or array.ndim != len(sharding) + stacked or jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -79,8 +80,6 @@ class _Constraints(Pins):
         if made is not None and kept is not None and len(made) == len(kept) and not stacked:
             array = bring(array, made, kept, dict(self.mesh.shape), self.pinned)
         array = array if kept is None else self.pinned(array, kept, stacked=stacked)
-        if self.on_cpu and number in self.decisions.finished:
-            self.awaited.append(array)
         return compat.in_row_major(array) if number in self.row_major else array
 
     def operand(self, node: Node, index: int, array: Any, operands: list) -> Any:
@@ -125,22 +124,25 @@ def after_last(arrays: list, awaited: Sequence = ()) -> list:
     """A barrier that XLA:CPU respects: it drops ``optimization_barrier`` before it merges equal subexpressions.
 
     Every array passes through a select whose predicate is always true, reads the last floating-point array and all that is ``awaited``, and
-    cannot be folded: 0 · x is 0 or NaN, and neither is 1. But not what is in the host's memory, where nothing can be computed.
+    cannot be folded: 0 · x is 0 or NaN, and neither is k. Each has its own: what reads two selects with one predicate is made before them,
+    and merged. But what is in the host's memory, where nothing can be computed, passes as it is.
     """
     here = [k for k, x in enumerate(arrays) if not compat.is_in_host(x)]
     floating = [k for k in here if jnp.issubdtype(arrays[k].dtype, jnp.floating) and arrays[k].size]
     if not floating:
         return list(lax.optimization_barrier(tuple(arrays)))
-    always = functools.reduce(jnp.logical_and, [_true(x) for x in (arrays[floating[-1]], *awaited)])
-    return [
-        x if k == floating[-1] or k not in here or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else _selected(always, x)
-        for k, x in enumerate(arrays)
-    ]
+    read = [arrays[floating[-1]], *(x for x in awaited if jnp.issubdtype(x.dtype, jnp.floating) and x.size)]
+    nothing = functools.reduce(jnp.add, [0 * _first(x).astype(jnp.float32) for x in read])
+    return [_selected(nothing != k + 1, x) if k in here else x for k, x in enumerate(arrays)]
 
 
-def _true(array: Any) -> Any:
-    return lax.slice(array, (0,) * array.ndim, (1,) * array.ndim).reshape(()) * 0 != 1
+def _first(array: Any) -> Any:
+    return lax.slice(array, (0,) * array.ndim, (1,) * array.ndim).reshape(())
 
 
 def _selected(always: Any, array: Any) -> Any:
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(_selected(always, jax.random.key_data(array)), impl=jax.random.key_impl(array))
+    if jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize == 2:  # as a number it would be rounded again, and written for that
+        return lax.bitcast_convert_type(_selected(always, lax.bitcast_convert_type(array, jnp.uint16)), array.dtype)
     return lax.select(jnp.broadcast_to(always, array.shape), array, jnp.zeros_like(array))

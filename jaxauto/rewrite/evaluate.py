@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,8 +26,8 @@ class Pins:
         """Called with every operand of every equation, right before it."""
         return array
 
-    def barrier(self, arrays: list) -> list:
-        """Called for every optimization_barrier: lets ``arrays`` pass together."""
+    def barrier(self, arrays: list, numbers: Sequence = ()) -> list:
+        """Called for every optimization_barrier: lets ``arrays``, of these values, pass together."""
         return list(lax.optimization_barrier(tuple(arrays)))
 
 
@@ -136,7 +136,7 @@ def _cond(node: Node, operands: list, pin: Pins, _: Any) -> list:
 
 def _barrier(node: Node, operands: list, pin: Pins, _: Any) -> list:
     with compat.source_of(node.eqn, node.scope):
-        return pin.barrier(operands)
+        return pin.barrier(operands, node.inputs)
 
 
 def _transfer(node: Node, operands: list, pin: Pins, first: Any) -> list:

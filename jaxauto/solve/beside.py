@@ -20,6 +20,7 @@ from jaxauto.solve.facts import operation_runs, viewed
 from jaxauto.solve.positions import edge_layout, moved_share
 from jaxauto.solve.put_off import held_for_gradients
 from jaxauto.solve.turns import Row, beside_loops, beside_results, cut_results, in_order, update_begins
+from jaxauto.solve.widened import held_widened
 from jaxauto.strategies import project, shards
 
 if TYPE_CHECKING:
@@ -198,4 +199,4 @@ def filled_at(model: Model, node: Node, at: int) -> int:
     return min(model.buffers.loop_start.get(n.id, model.buffers.position[n.id]) for n in straight)
 
 
-_ROWS = (_of_results, _made_early, _shared, _passed, beside_loops, beside_results, cut_results, held_for_gradients)
+_ROWS = (_of_results, _made_early, _shared, _passed, beside_loops, beside_results, cut_results, held_for_gradients, held_widened)

@@ -9,7 +9,7 @@ from jaxauto.core import LinkKind, Node
 from jaxauto.cost.onchip import capacity
 from jaxauto.cost.windowed import is_view
 from jaxauto.graph import value_bytes, walk
-from jaxauto.groups import Operand
+from jaxauto.groups import Operand, Operation
 from jaxauto.solve.beside import FILLED, made_early, passed_edges, shared_operands
 from jaxauto.solve.check_ring import padding
 from jaxauto.solve.check_turns import copies_of_results, is_turned, made_whole
@@ -17,6 +17,7 @@ from jaxauto.solve.facts import operation_runs
 from jaxauto.solve.put_off import put_off
 from jaxauto.solve.stacked import readings
 from jaxauto.solve.turns import update_begins
+from jaxauto.solve.widened import WIDE, widened
 from jaxauto.strategies import WHOLE
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def held_beside(answer: Answer) -> Iterator[tuple[int, int, float]]:
     yield from _passed(answer)
     yield from _stacks(answer)
     yield from _put_off(answer)
+    yield from _widened(answer)
     begin = update_begins(answer.model)
     yield from ((begin, last, size) for size, _ in copies_of_results(answer))
     yield from ((begin, last, size) for size in made_whole(answer))
@@ -146,6 +148,20 @@ def _put_off(answer: Answer) -> Iterator[tuple[int, int, float]]:
         group, dims = model.groups.place[number]
         where, minor = answer.where(answer.group[group], dims), [i for i, d in enumerate(dims) if (group, d) not in model.spatial]
         yield begin, end, bytes_ / answer.pieces(where) * padding(model.values[number].shape, where, minor, answer.sizes, model.chip.tile)
+
+
+def _widened(answer: Answer) -> Iterator[tuple[int, int, float]]:
+    """What dots read and make in float32, on CPU."""
+    copies, results = widened(answer.model)
+    sizes = [_wide_bytes(answer, op, o) for op, o, _, _ in copies]
+    yield from ((c.begin, c.end, size) for c, size in zip(copies, sizes, strict=True))
+    for op, o, at, ended in results:
+        made = _wide_bytes(answer, op, o)
+        yield at, at, max(made / 2, made - sum(sizes[k] for k in ended))
+
+
+def _wide_bytes(answer: Answer, op: Operation, o: Operand) -> float:
+    return WIDE * answer.model.values[o.value].elements / answer.pieces(answer.operand(op, o))
 
 
 def _stacks(answer: Answer) -> Iterator[tuple[int, int, float]]:

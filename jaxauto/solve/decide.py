@@ -58,10 +58,8 @@ def decisions_of(candidate: Candidate) -> Decisions:
             position = np.where(np.isin(model.position(x, e.value), _summed(e)), model.position(x, e.value), there[0])
             operands[node.outputs[0], e.operand] = sharding_of(position, len(e.dims), model.mesh)
     level = candidate.variant.level
-    on_cpu = getattr(model.chip, "platform", "cpu") == "cpu"
-    finished = frozenset(value for _, _, value in _finished(model)) if on_cpu else frozenset()
     kept, away, again, splits, awaited = level.kept, level.offloaded, level.remade, dict(level.splits), _awaited(candidate)
-    return Decisions(values, operands, kept, frozenset(late), finished, made, away, again, splits, awaited)
+    return Decisions(values, operands, kept, frozenset(late), made, away, again, splits, awaited)
 
 
 def _awaited(candidate: Candidate) -> frozenset[int] | None:
@@ -73,12 +71,12 @@ def _awaited(candidate: Candidate) -> frozenset[int] | None:
     """
     model, x = candidate.model, candidate.x
     platform = getattr(model.chip, "platform", "cpu")
-    if platform == "gpu":
+    if platform != "tpu":
         return frozenset(value for _, _, value in _finished(model))
     found = set()
     pressed = model.mesh.num_devices == 1 and any(kept is not None for kept in model.variant.kept)
     much = _MUCH * candidate.peak_bytes if pressed else math.inf
-    for op, o, value in _finished(model) if platform == "tpu" else ():
+    for op, o, value in _finished(model):
         read = max((_local(model, i.value, model.operand_position(x, op, i)) for i in op.operands), default=0.0)
         own = _local(model, o.value, model.position(x, o.value))
         summed = np.isin(model.state(x, "operation", op.node.id), reduced_factors(op, o)).any()
@@ -99,7 +97,7 @@ def _finished(model: Model) -> Iterator[tuple[Operation, Operand, int]]:
     """
     for op, o in straight_gradients(model.groups, model.program.late_only):
         value = model.values[o.value]
-        while model.overlaps and len(value.users) == 1 and value.users[0].prim in _ORDERS and value.users[0].backward:
+        while len(value.users) == 1 and value.users[0].prim in _ORDERS and value.users[0].backward:
             value = model.values[value.users[0].outputs[0]]
         yield op, o, value.id
 

@@ -26,7 +26,8 @@ TPU_ENVIRONMENT = MappingProxyType(
 )
 # What a plan is compiled with, beside the compiler's defaults. TPU: all-gathers of weights run beside matmuls; by default v5p waits for
 # them (scripts/results/overlap.md). The flags are those of public training recipes (MaxText). CPU: in the default order, made for many
-# threads, what is recomputed is made as early as what was kept, so that nothing is saved outside of loops.
+# threads, what is recomputed is made as early as what was kept, so that nothing is saved outside of loops; and the fusions of its library have what
+# they read written in float32 before (up to a quarter more memory, up to a sixth less time).
 COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "tpu": MappingProxyType(
@@ -39,7 +40,9 @@ COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             }
         ),
         "gpu": MappingProxyType({}),
-        "cpu": MappingProxyType({"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}),
+        "cpu": MappingProxyType(
+            {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED", "xla_cpu_experimental_ynn_fusion_type": ""}
+        ),
     }
 )
 # The CUDA plugin otherwise refuses to register without a driver and the CUDA libraries.
