@@ -4,7 +4,8 @@ The rules are those of XLA's instruction fusion, in outline (instruction_fusion.
 made again inside each of its consumers, unless that would read more arrays than its result is: what is made of two wide arrays gets a
 buffer where it fans out. So do random bits, and on CPU transcendentals, which take long to make (``MADE_ONCE``). Dots, convolutions,
 gathers, loops and reductions write buffers and, reductions excepted, read them; a loop makes a broadcast constant inside its body.
-On TPU dots and convolutions fuse too, see ``clusters.py``; XLA:GPU's kernels, sums of rows in them: ``kernels.py``; stacks: ``stacks.py``.
+On TPU dots and convolutions fuse too, see ``clusters.py``; XLA:GPU's kernels, sums of rows in them: ``kernels.py``; XLA:CPU's types:
+``widened.py``; stacks: ``stacks.py``.
 
 What shares memory (buffer assignment, in outline; each line names the function that does it):
 - an output that reuses a donated input, and the loop carry or branch result that becomes it, takes no memory of its own     ``order.py``
@@ -27,7 +28,7 @@ from jaxauto.cost.liveness import Beside, Buffers, fill_early, fill_together, ta
 from jaxauto.cost.order import in_donated, schedule
 from jaxauto.cost.patterns import is_bound, is_shared, is_shifted, is_softmax, is_strided, is_widening, keeps_exp, slides
 from jaxauto.cost.stacks import stack_passes
-from jaxauto.cost.widened import is_dear, is_kept_wide, is_looped, is_narrow, is_tree
+from jaxauto.cost.widened import WIDE, Rounded, is_in_steps, is_looped, is_narrow
 from jaxauto.graph import value_bytes, walk
 from jaxauto.rewrite.away import fetched
 from jaxauto.rewrite.narrow import only_multiplied
@@ -83,6 +84,7 @@ class _Fusion:
         self.dear: set[int] = set()  # those of a softmax that is made again too
         self.moved: dict[int, bool] = {}  # virtual, and its elements lie elsewhere in its roots; whether in another order of dimensions
         self.clusters = Clusters(graph.values, rules, rate, alone=self.alone) if platform == "tpu" else None
+        self.rounded = Rounded(self.kind) if platform == "cpu" else None
         self.kernels = Kernels(graph.values, self.kind, devices) if platform == "gpu" else None
         self.hides = platform != "cpu" and (devices > 1 or bool(fetched(graph)))  # collectives, copies from the host
         self.delayed = (lambda node: self.kind(node) in FUSING) if self.hides else None
@@ -95,7 +97,6 @@ class _Fusion:
         self.writers: list[tuple[int, int, frozenset[int]]] = []  # position, value, operands whose memory it may take over
         self.bound: set[int] = set()  # results of loop bodies
         self.summed: set[int] = set()  # on TPU: the exp of a softmax
-        self.passed: set[int] = set()  # what operations read
         self.copied: dict[int, int] = {}  # slices of stacks that are copied as a whole before the loop, and the stacks
         self.beside: dict[int, Beside] = {}
         self.in_place: set[int] = set()  # shares another buffer's memory from the start
@@ -160,14 +161,9 @@ class _Fusion:
         keeps = number in fixed or is_bound(value)
         if number in self.narrowed and not keeps:
             return value_bytes(value) / 2
-        if self.platform == "cpu" and value.producer is not None and is_looped(value.producer):
-            return 2.0 * value_bytes(value)
-        if self.platform == "cpu" and is_narrow(value) and (number in self.copied or (not keeps and self.is_kept_wide(value))):
-            return 4.0 * value.elements
-        return value_bytes(value)
-
-    def is_kept_wide(self, value: Value) -> bool:
-        return is_kept_wide(value, self.kind, self.reads.get(value.id, 0), passed=value.id in self.passed)
+        if self.rounded and number in self.copied:
+            return float(WIDE * value.elements)
+        return self.rounded.bytes_of(value, self.reads.get(number, 0)) if self.rounded and not keeps else value_bytes(value)
 
     def visit(self, graph: Graph, outputs: set[int], loose: set[int]) -> None:
         reads = (lambda node: self.kind(node) in _READS) if self.clusters else None
@@ -192,7 +188,8 @@ class _Fusion:
                         self.clusters.use(self.roots(x))
                     if kind in OPERATIONS:
                         self.keep_alive(x, self.clock)
-                        self.passed |= self.roots(x)
+                        if self.rounded:
+                            self.rounded.passed |= self.roots(x)
                         if self.clusters and (made_of := self.virtual.get(x, self.made_twice.get(x))) is not None:
                             self.clusters.feed(node, x, made_of)
                             for root in made_of:
@@ -220,7 +217,7 @@ class _Fusion:
         roots = frozenset().union(*map(self.roots, operands))
         inside = self.kernels is not None and kind is Kind.REDUCE and self.kernels.is_inside(node, number, outputs, self.virtual)
         fused = [] if (writes := kind in _WRITES and not inside) else [x for x in operands if x in self.virtual]
-        dear = kind in self.made_once or (self.platform == "cpu" and is_dear(node, value, kind))
+        dear = kind in self.made_once or (self.rounded is not None and self.rounded.is_made_once(node, value))
         if dear or not self.costly.isdisjoint(fused):
             self.costly.add(number)
         sums = [u for u in value.users if self.kind(u) is Kind.REDUCE] if self.clusters and kind is Kind.EXPENSIVE else []
@@ -237,9 +234,9 @@ class _Fusion:
         moved = moved or turned or any(2 * self.values[x].elements >= value.elements for x in operands if x in self.moved)
         if self.kernels:
             self.kernels.meet(node, number, operands, self.virtual)
-        if self.platform == "cpu" and kind is Kind.REDUCE and is_tree(node):
+        if self.rounded and kind is Kind.REDUCE and is_in_steps(node):
             self.write_for_one(operands)
-        wanted = writes or (self.platform == "cpu" and is_looped(node)) or any(self.is_read(value, u, roots) for u in value.users)
+        wanted = writes or (self.rounded and is_looped(node)) or any(self.is_read(value, u, roots) for u in value.users)
         if not wanted and (wanted := number in outputs) and number not in self.heavy:
             self.made_twice[number] = roots
         if self.kernels:
@@ -257,7 +254,7 @@ class _Fusion:
                 self.unwritten.add(number)
             if kind is Kind.SCATTER or node.prim == "dynamic_update_slice":
                 self.writers.append((self.clock, number, self.roots(operands[0]) if operands else roots))
-            elif not (writes or moved or self.platform == "cpu" or (self.kernels and self.kernels.writes_beside(value))):
+            elif not (writes or moved or self.rounded or (self.kernels and self.kernels.writes_beside(value))):
                 self.writers.append((self.clock, number, roots))
         else:
             self.virtual[number] = roots
@@ -291,7 +288,7 @@ class _Fusion:
     def is_read(self, value: Value, user: Node, roots: frozenset[int]) -> bool:
         """Whether ``user`` wants the value in memory: a loop makes a constant again that is much smaller before it is broadcast."""
         if user.prim == "optimization_barrier":
-            return self.platform != "cpu"  # there it is a select, which fuses
+            return not (self.rounded and user.backward)  # what is read to be made again goes through a select there, which fuses
         if self.kind(user) not in _READS:
             return False
         if self.kernels and self.kind(user) is Kind.GATHER and user.inputs[0] == value.id:
@@ -379,7 +376,7 @@ class _Fusion:
     def turn_stacks(self, node: Node) -> dict[int, int]:
         """Stacks that a loop wants in another order, or wider, are copied before it, one by one: its slice of each, and when."""
         turned: dict[int, int] = {}
-        wider = [e for e in node.links if e.kind is LinkKind.XS and self.platform == "cpu" and is_narrow(self.values[e.source])]
+        wider = [e for e in node.links if e.kind is LinkKind.XS and self.rounded and is_narrow(self.values[e.source])]
         for link in self.kernels.enter(node.links) if self.kernels else wider:
             self.clock += 1
             self.keep_alive(link.source, self.clock)

@@ -143,6 +143,6 @@ def _first(array: Any) -> Any:
 def _selected(always: Any, array: Any) -> Any:
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(_selected(always, jax.random.key_data(array)), impl=jax.random.key_impl(array))
-    if jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize == 2:  # as a number it would be rounded again, and written for that
+    if jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize == 2:  # as a number it would be rounded, and written for that
         return lax.bitcast_convert_type(_selected(always, lax.bitcast_convert_type(array, jnp.uint16)), array.dtype)
     return lax.select(jnp.broadcast_to(always, array.shape), array, jnp.zeros_like(array))

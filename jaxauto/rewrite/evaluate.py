@@ -26,7 +26,7 @@ class Pins:
         """Called with every operand of every equation, right before it."""
         return array
 
-    def barrier(self, arrays: list, numbers: Sequence = ()) -> list:
+    def barrier(self, arrays: list, numbers: Sequence = ()) -> list:  # noqa: ARG002
         """Called for every optimization_barrier: lets ``arrays``, of these values, pass together."""
         return list(lax.optimization_barrier(tuple(arrays)))
 

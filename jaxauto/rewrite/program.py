@@ -196,7 +196,8 @@ def cotangent_at(program: Program, graph: Graph, place: int, phase, readers, pos
     """
     read = {x for x in graph.nodes[place].inputs if isinstance(x, int)}
     made = {out: n for n in graph.nodes[max(0, place - 400) : place] for out in n.outputs if phase[n.id] % 2}
-    live = [x for x in made if (x in read or max(readers.get(x, (-1,))) >= place) and ripe[x] >= 0 and not is_spread(program.written, x)]
+    spread = {x for x in made if x in program.written and is_spread(program.written, x)}
+    live = [x for x in made if (x in read or max(readers.get(x, (-1,))) >= place) and ripe[x] >= 0 and x not in spread]
     if live:
         return max(live, key=lambda x: (ripe[x], x in read, bool(program.values[x].shape), position[made[x].id]))
     forward = (out for n in reversed(graph.nodes[:place]) if phase[n.id] % 2 == 0 for out in n.outputs)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from jaxauto.core import LinkKind, Node
 from jaxauto.cost.onchip import capacity
+from jaxauto.cost.widened import WIDE
 from jaxauto.cost.windowed import is_view
 from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import Operand, Operation
@@ -17,7 +18,7 @@ from jaxauto.solve.facts import operation_runs
 from jaxauto.solve.put_off import put_off
 from jaxauto.solve.stacked import readings
 from jaxauto.solve.turns import update_begins
-from jaxauto.solve.widened import WIDE, widened
+from jaxauto.solve.widened import widened
 from jaxauto.strategies import WHOLE
 
 if TYPE_CHECKING:

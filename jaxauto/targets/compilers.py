@@ -26,8 +26,8 @@ TPU_ENVIRONMENT = MappingProxyType(
 )
 # What a plan is compiled with, beside the compiler's defaults. TPU: all-gathers of weights run beside matmuls; by default v5p waits for
 # them (scripts/results/overlap.md). The flags are those of public training recipes (MaxText). CPU: in the default order, made for many
-# threads, what is recomputed is made as early as what was kept, so that nothing is saved outside of loops; and the fusions of its library have what
-# they read written in float32 before (up to a quarter more memory, up to a sixth less time).
+# threads, what is recomputed is made as early as what was kept, so that nothing is saved outside of loops; and the fusions of its library
+# want what they read in memory, in float32: time for memory (scripts/results/cpu_library.md).
 COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "tpu": MappingProxyType(
