@@ -56,14 +56,8 @@ def test_operands_of_dots_are_materialised():
     assert made_by(graph, buffers) == ["add", "dot_general"]
 
 
-@pytest.mark.parametrize(("platform", "written"), [("cpu", True), ("gpu", False)])
-def test_what_a_predicate_picks_is_written_for_library_kernels(platform, written):
-    graph, buffers = buffers_of(lambda x, y: jnp.exp(jnp.where(x > 0, x, y)).sum(), X, X, platform=platform)
-    assert ("select_n" in made_by(graph, buffers)) == written
-
-
 @pytest.mark.parametrize(("platform", "arrays"), [("cpu", 2), ("gpu", 1)])
-def test_library_kernels_write_over_nothing(platform, arrays):
+def test_loops_of_a_cpu_write_over_nothing(platform, arrays):
     """A product, and what is made of it for another."""
 
     def fn(x, y):

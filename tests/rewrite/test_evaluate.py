@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 from jaxauto.graph import build
+from jaxauto.rewrite.apply import after_last
 from jaxauto.rewrite.evaluate import Pins, evaluator, jaxpr_of
 from jaxauto.trace import trace
 
@@ -124,3 +125,24 @@ def test_pins_see_every_value_once_and_can_change_it():
     (actual,) = evaluator(graph, Doubling())(X, W)
     np.testing.assert_array_equal(actual, (2 * jnp.sin(X)) @ W)
     assert sorted(seen) == sorted(graph.values)
+
+
+def test_a_barrier_for_cpu_lets_keys_and_narrow_floats_wait_too():
+    """Each array by a predicate of its own, bit for bit; keys too, or the bits made of them again would be those that are there."""
+    arrays = [jax.random.key(3), jnp.array([1.5, float("nan")], jnp.bfloat16), jnp.arange(3), jnp.array([2.0])]
+    passed = jax.jit(after_last)(arrays)
+    assert jnp.array_equal(jax.random.key_data(passed[0]), jax.random.key_data(arrays[0]))
+    for before, after in zip(arrays[1:], passed[1:], strict=True):
+        assert before.dtype == after.dtype and before.tobytes() == after.tobytes()
+    lines = jax.jit(after_last).lower(arrays).as_text().splitlines()
+    predicates = [line.split("stablehlo.select ")[1].split(",")[0] for line in lines if "stablehlo.select" in line]
+    assert len(set(predicates)) == len(predicates) == len(arrays)
+
+
+def test_what_is_awaited_is_read_before_anything_passes():
+    def fn(x, gradient):
+        return after_last([x], [gradient])[0]
+
+    here = jnp.ones(4)
+    text = jax.jit(fn).lower(here, here).as_text()
+    assert text.count("stablehlo.slice %arg0") == text.count("stablehlo.slice %arg1") == 1

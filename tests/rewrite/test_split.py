@@ -191,3 +191,29 @@ def test_a_straight_block_cannot_be_split():
     graph = graph_of(*STEPS["transformer_loop"]())
     with pytest.raises(ValueError, match="block 0 cannot be split: it is no scan"):
         recompute(graph, {}, splits={0: Split()})
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("split", [Split((), (Trips(3, (), frozenset()),)), Split((4,), (Trips(4, (), frozenset()),))])
+def test_what_lies_between_split_scans_runs_again(split, depth):
+    """Two recurrent layers: what the second one reads is made again where the backward pass of a split scan has just ended."""
+
+    def loss(weights, x):
+        for w in weights:
+            _, x = jax.lax.scan(lambda h, x, w=w: (new := jnp.tanh(h @ w + x), new * jnp.sin(new)), jnp.zeros(x.shape[1:]), x)
+            x = 2 * jnp.cos(x)
+        return jnp.sum(x**2)
+
+    def step(weights, x):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, weights, jax.grad(loss)(weights, x))
+
+    args = [0.3 * jax.random.normal(jax.random.key(k), (8, 8)) for k in range(2)], jax.random.normal(jax.random.key(2), (LENGTH, 4, 8))
+    graph = graph_of(step, args)
+    blocks = find_blocks(graph)
+    splits = {k: split for k, block in enumerate(blocks) if block.scan}
+    made = {x for block in blocks if not block.scan for x in block.made} & {x for block in blocks for x in block.residuals}
+    assert splits and made
+    for value in sorted(made):
+        result = recompute(graph, {k: frozenset() for k in range(len(blocks))}, [(value, depth)], splits=splits)
+        assert_consistent(result.graph)
+    assert_alike(jax.tree.leaves(step(*args)), jax.jit(evaluator(result.graph))(*jax.tree.leaves(args)))
