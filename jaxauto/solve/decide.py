@@ -28,7 +28,7 @@ def decisions_of(candidate: Candidate) -> Decisions:
     operands: dict[tuple[int, int], Sharding] = {}
     late: set[tuple[int, int]] = set()
     made = dict(_made_elsewhere(model, x))
-    for number in _anchors(model, x):
+    for number in (*_anchors(model, x), *_passing(model)):
         values[number] = sharding_of_value(model, x, number)
     nodes = {node.id: node for node in walk(model.groups.graph)}
     for op in model.groups.operations:
@@ -124,6 +124,16 @@ def _summed(e: Edge) -> list[int]:
 
 def _gathers(here: np.ndarray, there: np.ndarray) -> bool:
     return bool(((here != WHOLE) & (there == WHOLE)).any())
+
+
+def _passing(model: Model) -> Iterator[int]:
+    """What is kept to make the rest again: on CPU it goes through a select, and the partitioner would replicate it where its readers differ."""
+    rewritten = model.variant.rewritten
+    for node in rewritten.graph.nodes if getattr(model.chip, "platform", "cpu") == "cpu" else ():
+        for number in node.inputs if node.prim == "optimization_barrier" else ():
+            origin = rewritten.origin.get(number, number)
+            if origin in model.groups.place and model.values[origin].shape:
+                yield origin
 
 
 def _anchors(model: Model, x: np.ndarray) -> Iterator[int]:
