@@ -12,6 +12,7 @@ import jax
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import partial_eval as _pe
+from jax.extend.core import ClosedJaxpr
 
 Var = _core.Var
 DropVar = _core.DropVar
@@ -46,7 +47,7 @@ def dead_code_eliminated(closed: Any) -> Any:
     """The closed jaxpr without equations that no output or effect needs; all inputs are kept."""
     jaxpr, consts = open_jaxpr(closed)
     kept, _ = _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    return _pe.close_jaxpr(kept) if not kept.constvars else _core.ClosedJaxpr(kept, consts)
+    return _pe.close_jaxpr(kept) if not kept.constvars else ClosedJaxpr(kept, consts)
 
 
 def bind(eqn: Any, operands: list, scope: str = "") -> list:

@@ -127,7 +127,7 @@ def _gathers(here: np.ndarray, there: np.ndarray) -> bool:
 
 
 def _passing(model: Model) -> Iterator[int]:
-    """What is kept to make the rest again: on CPU it goes through a select, and the partitioner would replicate it where its readers differ."""
+    """What is kept to make the rest again: on CPU it goes through a select, and would be whole on every device where its readers differ."""
     rewritten = model.variant.rewritten
     for node in rewritten.graph.nodes if getattr(model.chip, "platform", "cpu") == "cpu" else ():
         for number in node.inputs if node.prim == "optimization_barrier" else ():

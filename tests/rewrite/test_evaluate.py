@@ -99,6 +99,7 @@ def words(leaf):
     return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_evaluator_equals_the_function_bit_for_bit(name):
     function = FUNCTIONS[name]
