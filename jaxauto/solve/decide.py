@@ -67,15 +67,16 @@ def _awaited(candidate: Candidate) -> frozenset[int] | None:
 
     On TPU, gradients that are summed over devices and that take much less than what is read for them, each of one device's; others are made
     with their update, and to wait for one takes time (2.7 % of a step, GPT-2 medium, unrolled, on v5e): on one device, where something is
-    made again for the sake of memory, those are waited for that let much of it go (13 % there).
+    made again for the sake of memory, those are waited for that let much of it go (13 % there). On CPU all, where something is made again:
+    on several devices what is waited for there is brought from one of them.
     """
     model, x = candidate.model, candidate.x
     platform = getattr(model.chip, "platform", "cpu")
+    pressed = any(kept is not None for kept in model.variant.kept)
     if platform != "tpu":
-        return frozenset(value for _, _, value in _finished(model))
+        return frozenset(value for _, _, value in _finished(model)) if pressed or platform == "gpu" else None
     found = set()
-    pressed = model.mesh.num_devices == 1 and any(kept is not None for kept in model.variant.kept)
-    much = _MUCH * candidate.peak_bytes if pressed else math.inf
+    much = _MUCH * candidate.peak_bytes if pressed and model.mesh.num_devices == 1 else math.inf
     for op, o, value in _finished(model):
         read = max((_local(model, i.value, model.operand_position(x, op, i)) for i in op.operands), default=0.0)
         own = _local(model, o.value, model.position(x, o.value))
