@@ -19,6 +19,7 @@ from jaxauto.cost.fusion import find_buffers
 from jaxauto.cost.layout import minor_dims, padding
 from jaxauto.cost.liveness import live_bytes
 from jaxauto.cost.onchip import in_hbm, place
+from jaxauto.cost.widened import live_beside_dots
 from jaxauto.errors import ArgumentError
 from jaxauto.graph import build, multiplicity, value_bytes, walk
 from jaxauto.groups import find_groups
@@ -229,6 +230,8 @@ def _program(traced: Traced, chip: Any) -> Profiled:
     if placed is not None:
         sizes = in_hbm(sizes, placed.written, chip)
     live = live_bytes(buffers, sizes)
+    if platform == "cpu":
+        live = live + live_beside_dots(graph, rules, buffers)
     return Profiled(traced, graph, rules, buffers, sizes, live, lambda _: 1.0, lambda _: 1.0, aliased, padded, placed)
 
 

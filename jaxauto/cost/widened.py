@@ -10,13 +10,18 @@ reads an array too. Random bits are made by a loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
-from jaxauto.core import Kind, Node, Value
-from jaxauto.graph import value_bytes
+from jaxauto.core import Graph, Kind, Node, OpRule, Value
+from jaxauto.cost.liveness import Buffers
+from jaxauto.graph import value_bytes, walk
 
 NARROW = frozenset({"bfloat16", "float16"})
 WIDE = 4  # bytes
@@ -86,5 +91,81 @@ def is_looped(node: Node) -> bool:
     return node.prim == "random_bits" and "fry" in str(node.eqn.invars[0].aval.dtype)
 
 
+def _is_view(node: Node, rules: Mapping[int, OpRule]) -> bool:
+    return bool(node.inputs) and node.id in rules and (rules[node.id].kind is Kind.VIEW or node.prim == "transpose")
+
+
 def _widens(node: Node) -> bool:
     return node.prim == "convert_element_type" and str(node.eqn.outvars[0].aval.dtype) not in NARROW
+
+
+class Copy(NamedTuple):
+    """A float32 copy of operand ``place`` of a dot, the last that shares it, there from ``begin`` to ``end``."""
+
+    node: Node
+    place: int
+    begin: int
+    end: int
+
+
+class Result(NamedTuple):
+    """Result ``place`` of a dot, which is rounded after it; ``gone``: which copies are gone by then."""
+
+    node: Node
+    place: int
+    at: int
+    gone: tuple[int, ...]
+
+
+def beside_dots(dots: Iterable[Node], values: Mapping[int, Value], buffers: Buffers, view: Callable) -> tuple[list[Copy], list[Result]]:
+    """What dots and convolutions have in float32 beside buffers.
+
+    Args:
+      dots: those of the program, in its order. view: value → the one that it is a view of, up to one with a buffer.
+    """
+    sizes = {int(number): float(bytes_) for number, bytes_ in zip(buffers.ids, buffers.bytes_, strict=True)}
+    found: dict[tuple, Copy] = {}
+    read: dict[int, list[tuple]] = defaultdict(list)  # dot → the copies that it reads
+    placed = [(node, buffers.position[node.id]) for node in dots if node.id in buffers.position]
+    for node, at in placed:
+        for k, x in enumerate(node.inputs):
+            if (number := view(x)) not in sizes:
+                continue
+            key = number, (wanted := order(node, k))
+            if wanted or (is_narrow(values[x]) and sizes[number] < WIDE * values[number].elements):
+                begin = found[key].begin if key in found else at
+                found[key] = Copy(node, k, begin, at)
+                read[node.id].append(key)
+    places = {key: k for k, key in enumerate(found)}
+    results = [
+        Result(node, k, at, tuple(places[key] for key in read[node.id] if found[key].end == at))
+        for node, at in placed
+        for k, x in enumerate(node.outputs)
+        if is_narrow(values[x]) and sizes.get(x, math.inf) < WIDE * values[x].elements
+    ]
+    return list(found.values()), results
+
+
+def live_beside_dots(graph: Graph, rules: Mapping[int, OpRule], buffers: Buffers) -> np.ndarray:
+    """Bytes of it at each position, of a program on one device."""
+    values, held = graph.values, frozenset(buffers.ids.tolist())
+
+    def view(number: Any) -> Any:
+        while isinstance(number, int) and number not in held and (node := values[number].producer) is not None and _is_view(node, rules):
+            number = node.inputs[0]
+        return number
+
+    dots = (node for node in walk(graph) if node.id in rules and rules[node.id].kind in MULTIPLIED)
+    copies, results = beside_dots(dots, values, buffers, view)
+    sizes = [WIDE * values[c.node.inputs[c.place]].elements for c in copies]
+    live = np.zeros(buffers.length)
+    for c, size in zip(copies, sizes, strict=True):
+        live[c.begin : c.end + 1] += size
+    for node, place, at, gone in results:
+        live[at] += beside_result(WIDE * values[node.outputs[place]].elements, sum(sizes[k] for k in gone))
+    return live
+
+
+def beside_result(made: Any, gone: Any) -> Any:
+    """Bytes of a result beside what is counted: it lies beside its copies, then beside itself rounded, which has a buffer."""
+    return made - np.minimum(made / 2, gone)

@@ -153,12 +153,13 @@ def _put_off(answer: Answer) -> Iterator[tuple[int, int, float]]:
 
 def _widened(answer: Answer) -> Iterator[tuple[int, int, float]]:
     """What dots read and make in float32, on CPU."""
-    copies, results = widened(answer.model)
-    sizes = [_wide_bytes(answer, op, o) for op, o, _, _ in copies]
-    yield from ((c.begin, c.end, size) for c, size in zip(copies, sizes, strict=True))
-    for op, o, at, ended in results:
-        made = _wide_bytes(answer, op, o)
-        yield at, at, max(made / 2, made - sum(sizes[k] for k in ended))
+    if (found := widened(answer.model)) is None:
+        return
+    sizes = [_wide_bytes(answer, *found.operand(c.node, c.place)) for c in found.copies]
+    yield from ((c.begin, c.end, size) for c, size in zip(found.copies, sizes, strict=True))
+    for node, place, at, gone in found.results:
+        made = _wide_bytes(answer, *found.result(node, place))
+        yield at, at, max(made / 2, made - sum(sizes[k] for k in gone))
 
 
 def _wide_bytes(answer: Answer, op: Operation, o: Operand) -> float:

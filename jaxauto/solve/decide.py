@@ -67,16 +67,16 @@ def _awaited(candidate: Candidate) -> frozenset[int] | None:
 
     On TPU, gradients that are summed over devices and that take much less than what is read for them, each of one device's; others are made
     with their update, and to wait for one takes time (2.7 % of a step, GPT-2 medium, unrolled, on v5e): on one device, where something is
-    made again for the sake of memory, those are waited for that let much of it go (13 % there). On CPU all, where something is made again:
-    on several devices what is waited for there is brought from one of them.
+    made again for the sake of memory, those are waited for that let much of it go (13 % there). On several CPU devices all are where
+    something is made again, and none elsewhere: a word of what is waited for goes from one device to the others.
     """
     model, x = candidate.model, candidate.x
     platform = getattr(model.chip, "platform", "cpu")
-    pressed = any(kept is not None for kept in model.variant.kept)
+    alone, pressed = model.mesh.num_devices == 1, any(kept is not None for kept in model.variant.kept)
     if platform != "tpu":
-        return frozenset(value for _, _, value in _finished(model)) if pressed or platform == "gpu" else None
+        return frozenset(value for _, _, value in _finished(model)) if platform == "gpu" or alone or pressed else None
     found = set()
-    much = _MUCH * candidate.peak_bytes if pressed and model.mesh.num_devices == 1 else math.inf
+    much = _MUCH * candidate.peak_bytes if pressed and alone else math.inf
     for op, o, value in _finished(model):
         read = max((_local(model, i.value, model.operand_position(x, op, i)) for i in op.operands), default=0.0)
         own = _local(model, o.value, model.position(x, o.value))

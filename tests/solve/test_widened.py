@@ -31,15 +31,15 @@ def shared(x, w):
 )
 def test_what_is_narrow_is_copied_on_cpu_alone(dtype, target, copies):
     args = jax.ShapeDtypeStruct((BATCH, WIDTH), dtype), jax.ShapeDtypeStruct((WIDTH, WIDTH), dtype)
-    found, results = widened(model_of(shared, *args, target=target).model)
-    assert bool(found) == bool(results) == copies
+    found = widened(model_of(shared, *args, target=target).model)
+    assert (found is not None and bool(found.copies) and bool(found.results)) == copies
 
 
 def test_dots_share_a_copy():
     args = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.bfloat16), jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)
     best = model_of(shared, *args)
-    found, _ = widened(best.model)
-    copy = max((c for c in found if best.model.values[c.operand.value].shape == (BATCH, WIDTH)), key=lambda c: c.end - c.begin)
+    found, values = widened(best.model), best.model.variant.rewritten.graph.values
+    copy = max((c for c in found.copies if values[c.node.inputs[c.place]].shape == (BATCH, WIDTH)), key=lambda c: c.end - c.begin)
     assert copy.end > copy.begin
     held = held_beside(best.model).timeline(best.x, best.model.buffers.length)
     assert held[copy.begin : copy.end + 1].min() >= 4 * BATCH * WIDTH
