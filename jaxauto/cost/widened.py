@@ -96,7 +96,7 @@ def _is_view(node: Node, rules: Mapping[int, OpRule]) -> bool:
 
 
 def _widens(node: Node) -> bool:
-    return node.prim == "convert_element_type" and str(node.eqn.outvars[0].aval.dtype) not in NARROW
+    return node.prim == "convert_element_type" and str(node.eqn.outvars[0].aval.dtype) in ("float32", "float64")
 
 
 class Copy(NamedTuple):
