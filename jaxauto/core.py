@@ -42,7 +42,8 @@ class Kind(enum.Enum):
     __hash__ = object.__hash__  # of one object for each member; Enum's own is Python code, and kinds are looked up millions of times
 
 
-OPERATIONS = frozenset({Kind.DOT, Kind.CONV, Kind.GATHER, Kind.SCATTER})  # have a strategy of their own; the others follow
+MATRIX = frozenset({Kind.DOT, Kind.CONV})  # what the matrix unit does
+OPERATIONS = MATRIX | {Kind.GATHER, Kind.SCATTER}  # have a strategy of their own; the others follow
 
 
 @dataclass(frozen=True)

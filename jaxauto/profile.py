@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxauto import frontend
-from jaxauto.core import Graph, Kind, Literal, Node
+from jaxauto.core import MATRIX, Graph, Literal, Node
 from jaxauto.cost.compute import bytes_per_flop, ops_per_byte
 from jaxauto.cost.fusion import find_buffers
 from jaxauto.cost.layout import minor_dims, padding
@@ -34,7 +34,6 @@ from jaxauto.timeline import Row, Table, Timeline, short, source_text, text_tabl
 from jaxauto.trace import Traced, trace
 from jaxauto.writing import write_text
 
-_MATRIX = frozenset({Kind.DOT, Kind.CONV})
 _PLATFORM = "tpu"  # whose compiler decides what is fused when no target is named
 _PAGE_ROWS = 400
 
@@ -300,7 +299,7 @@ class _Profiler:
         rule, times, share = self.rules[node.id], self.times[node.id], self.program.shares(node)
         flops = rule.flops if rule.flops is not None else float(max((self.values[o].aval.size for o in node.outputs), default=0))
         flops /= share
-        matmul = flops if rule.kind in _MATRIX else 0.0
+        matmul = flops if rule.kind in MATRIX else 0.0
         bytes_ = self.traffic.bytes_(node, rule, share)
         seconds = None
         if self.chip is not None:

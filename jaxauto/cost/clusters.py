@@ -18,12 +18,12 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
-from jaxauto.core import Kind, Node, OpRule, Value
+from jaxauto.core import MATRIX, Kind, Node, OpRule, Value
 from jaxauto.cost.liveness import Beside
 from jaxauto.cost.patterns import ROW, is_deep, is_flat, lanes_filled
 from jaxauto.graph import value_bytes
 
-FUSING = frozenset({Kind.DOT, Kind.CONV})
+FUSING = MATRIX
 _APART = FUSING | {Kind.GATHER, Kind.SCATTER, Kind.OPAQUE}
 _SUMS = frozenset({"add", "add_any"})
 _WALLS = frozenset({"optimization_barrier", "scan", "while", "cond"})

@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxauto.core import Kind, Node, Value
+from jaxauto.core import MATRIX, Kind, Node, Value
 from jaxauto.cost.layout import padding
 from jaxauto.cost.onchip import Near, Side, capacity
 from jaxauto.graph import value_bytes
 from jaxauto.groups import WHOLE, Operand, Operation
 from jaxauto.strategies import project, shards
 
-_MATRIX = frozenset({Kind.DOT, Kind.CONV})
 _FAR = Near()
 
 
@@ -56,7 +55,7 @@ def operation_seconds(
     if op.rule.bytes_ is not None:  # a gather touches the rows it reads, not the table
         bytes_ = np.minimum(bytes_, op.rule.bytes_ / shards(state, axis_sizes))
     seconds = traffic_seconds(bytes_, chip)
-    if op.rule.kind not in _MATRIX:
+    if op.rule.kind not in MATRIX:
         return seconds
     seconds = np.maximum(seconds, matrix_seconds(op, values, state, axis_sizes, chip))
     side = near.beside.get(op.node.id)
@@ -79,7 +78,7 @@ def _beside_seconds(side: Side, op: Operation, values: dict, state: np.ndarray, 
 def unsplit_seconds(node: Node, op: Operation | None, values: Mapping[int, Value], chip: Any) -> float:
     """Seconds of one run of a whole node, ``op`` if it is an operation: a roofline."""
     seconds = float(traffic_seconds(sum(value_bytes(values[x]) for x in {*node.inputs, *node.outputs} if isinstance(x, int)), chip))
-    if op is None or op.rule.kind not in _MATRIX:
+    if op is None or op.rule.kind not in MATRIX:
         return seconds
     return max(seconds, operation_flops(op) / (chip.flops_efficiency * chip.peak_flops(values[op.operands[0].value].dtype)))
 
@@ -105,7 +104,7 @@ def matrix_seconds(op: Operation, values: dict, state: np.ndarray, axis_sizes: t
 
 def operation_flops(op: Operation) -> float:
     """Flops of one run of the whole, unsharded operation."""
-    return float(op.rule.flops or 0.0) if op.rule.kind in _MATRIX else 0.0
+    return float(op.rule.flops or 0.0) if op.rule.kind in MATRIX else 0.0
 
 
 def factor_dims(op: Operation, operand: Any) -> tuple[int, ...]:

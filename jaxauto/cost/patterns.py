@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxauto.core import Node, Value
+from jaxauto.core import Kind, Node, OpRule, Value
 from jaxauto.graph import value_bytes
 
 ROW = 4096  # elements: a softmax over as many does not fuse with the dot that makes its operand
@@ -132,6 +132,11 @@ def _passes(value: Value, values: Mapping[int, Value]) -> set[bool]:
             seen.update(x.id for x in made)
             waiting += made
     return found
+
+
+def makes_view(node: Node, rules: Mapping[int, OpRule]) -> bool:
+    """Whether a node makes a view of its operand, or that transposed."""
+    return bool(node.inputs) and node.id in rules and (rules[node.id].kind is Kind.VIEW or node.prim == "transpose")
 
 
 def is_bound(value: Value) -> bool:

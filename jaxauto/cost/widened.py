@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxauto.core import Graph, Kind, Node, OpRule, Value
+from jaxauto.core import MATRIX, Graph, Kind, Node, OpRule, Value
 from jaxauto.cost.liveness import Buffers
+from jaxauto.cost.patterns import makes_view
 from jaxauto.graph import value_bytes, walk
 
 NARROW = frozenset({"bfloat16", "float16"})
 WIDE = 4  # bytes
-MULTIPLIED = frozenset({Kind.DOT, Kind.CONV})
 _STEP = 32  # elements that one step of a reduction reduces (tree_reduction_rewriter.cc)
 
 
@@ -49,7 +49,7 @@ class Rounded:
         return is_narrow(value) and (self.kind_of(node) is Kind.CHEAP or node.prim == "convert_element_type")
 
     def _stays_wide(self, value: Value, readers: float) -> bool:
-        if value.producer is not None and self.kind_of(value.producer) in MULTIPLIED:
+        if value.producer is not None and self.kind_of(value.producer) in MATRIX:
             flat = len(value.shape) == 2 or value.producer.prim == "conv_general_dilated"  # others are reshaped, and rounded for that
             return (readers <= 1 and value.id not in self.passed) or (flat and all(map(_widens, value.users)))
         return any(map(_widens, value.users)) or self._is_copied_alone(value)
@@ -57,7 +57,7 @@ class Rounded:
     def _is_copied_alone(self, value: Value) -> bool:
         """Whether dots alone read a value, all in one order."""
         orders = {order(u, k) for u in value.users for k, x in enumerate(u.inputs) if x == value.id}
-        return len(orders) == 1 and all(self.kind_of(u) in MULTIPLIED for u in value.users)
+        return len(orders) == 1 and all(self.kind_of(u) in MATRIX for u in value.users)
 
 
 def is_narrow(value: Value) -> bool:
@@ -89,10 +89,6 @@ def is_in_steps(node: Node) -> bool:
 def is_looped(node: Node) -> bool:
     """Whether random bits are those of Threefry, whose rounds are a loop."""
     return node.prim == "random_bits" and "fry" in str(node.eqn.invars[0].aval.dtype)
-
-
-def _is_view(node: Node, rules: Mapping[int, OpRule]) -> bool:
-    return bool(node.inputs) and node.id in rules and (rules[node.id].kind is Kind.VIEW or node.prim == "transpose")
 
 
 def _widens(node: Node) -> bool:
@@ -151,11 +147,11 @@ def live_beside_dots(graph: Graph, rules: Mapping[int, OpRule], buffers: Buffers
     values, held = graph.values, frozenset(buffers.ids.tolist())
 
     def view(number: Any) -> Any:
-        while isinstance(number, int) and number not in held and (node := values[number].producer) is not None and _is_view(node, rules):
+        while isinstance(number, int) and number not in held and (node := values[number].producer) is not None and makes_view(node, rules):
             number = node.inputs[0]
         return number
 
-    dots = (node for node in walk(graph) if node.id in rules and rules[node.id].kind in MULTIPLIED)
+    dots = (node for node in walk(graph) if node.id in rules and rules[node.id].kind in MATRIX)
     copies, results = beside_dots(dots, values, buffers, view)
     sizes = [WIDE * values[c.node.inputs[c.place]].elements for c in copies]
     live = np.zeros(buffers.length)

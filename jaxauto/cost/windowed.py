@@ -27,6 +27,7 @@ import numpy as np
 from jaxauto.core import Kind, MeshAxes
 from jaxauto.cost.collectives import collective_seconds
 from jaxauto.cost.compute import factor_dims, matrix_seconds, operand_bytes, traffic_seconds
+from jaxauto.cost.patterns import makes_view
 from jaxauto.groups import Groups, Operand, Operation
 from jaxauto.strategies import project
 
@@ -201,8 +202,7 @@ def made_inside(groups: Groups, held: Set[int]) -> dict[int, bool]:
 def is_view(groups: Groups, number: Any) -> bool:
     """Whether a value is a view of another one, or that transposed."""
     node = groups.graph.values[number].producer if isinstance(number, int) else None
-    rule = groups.rules.get(node.id) if node is not None else None
-    return rule is not None and bool(node.inputs) and (rule.kind is Kind.VIEW or node.prim == "transpose")
+    return node is not None and makes_view(node, groups.rules)
 
 
 def _batch(op: Operation, state: np.ndarray, mesh: MeshAxes) -> np.ndarray:

@@ -7,7 +7,7 @@ an operation, every operand of one, every loop input and both ends of every resh
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
@@ -62,7 +62,7 @@ class _Constraints(Pins):
     def barrier(self, arrays: list, numbers: Sequence = ()) -> list:
         if not self.on_cpu:
             return super().barrier(arrays)
-        return after_last(arrays, [x for x, number in zip(arrays, numbers, strict=False) if number in self.late])
+        return after_last(arrays, {k for k, number in enumerate(numbers) if number in self.late})
 
     def pinned(self, array: Any, sharding: Sharding, *, stacked: bool = False) -> Any:
         if self.mesh.size == 1 or array.ndim != len(sharding) + stacked or jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -120,10 +120,10 @@ def _leaves_inside(here: Sharding, there: Sharding) -> bool:
     return len(here) == len(there) and any(set(a) - set(b) for a, b in zip(here[1:], there[1:], strict=True))
 
 
-def after_last(arrays: list, awaited: Sequence = ()) -> list:
+def after_last(arrays: list, awaited: Set[int] = frozenset()) -> list:
     """A barrier that XLA:CPU respects: it drops ``optimization_barrier`` before it merges equal subexpressions.
 
-    Every array passes through a select whose predicate is always true, reads the last floating-point array and all that is ``awaited``, and
+    Every array passes through a select whose predicate is always true, reads the last floating-point array and those at ``awaited``, and
     cannot be folded: 0 · x is 0 or NaN, and neither is k. Each has its own: what reads two selects with one predicate is made before them,
     and merged. But what is in the host's memory, where nothing can be computed, passes as it is.
     """
@@ -131,7 +131,7 @@ def after_last(arrays: list, awaited: Sequence = ()) -> list:
     floating = [k for k in here if jnp.issubdtype(arrays[k].dtype, jnp.floating) and arrays[k].size]
     if not floating:
         return list(lax.optimization_barrier(tuple(arrays)))
-    read = [arrays[floating[-1]], *(x for x in awaited if jnp.issubdtype(x.dtype, jnp.floating) and x.size)]
+    read = [arrays[k] for k in floating if k in awaited or k == floating[-1]]
     nothing = functools.reduce(jnp.add, [0 * _first(x).astype(jnp.float32) for x in read])
     return [_selected(nothing != k + 1, x) if k in here else x for k, x in enumerate(arrays)]
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxauto.core import Node
+from jaxauto.core import MATRIX, Node
 from jaxauto.cost.compute import factor_dims
-from jaxauto.cost.widened import MULTIPLIED, WIDE, Copy, Result, beside_dots, beside_result
+from jaxauto.cost.widened import WIDE, Copy, Result, beside_dots, beside_result
 from jaxauto.groups import Operand, Operation
 from jaxauto.solve.facts import operation_runs, viewed
 from jaxauto.solve.turns import Row, in_order
@@ -25,7 +25,7 @@ class Widened:
 
     def __init__(self, model: Model):
         rewritten = model.variant.rewritten
-        runs = [(op, node) for op, node in operation_runs(model.variant, model.groups) if op.rule.kind in MULTIPLIED]
+        runs = [(op, node) for op, node in operation_runs(model.variant, model.groups) if op.rule.kind in MATRIX]
         self.operations = {node.id: op for op, node in runs}
         view = partial(viewed, model.groups, rewritten, held=frozenset(model.buffers.ids.tolist()))
         found = beside_dots((node for _, node in runs), rewritten.graph.values, model.buffers, view)

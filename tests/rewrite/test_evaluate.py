@@ -142,7 +142,7 @@ def test_a_barrier_for_cpu_lets_keys_and_narrow_floats_wait_too():
 
 def test_what_is_awaited_is_read_before_anything_passes():
     def fn(x, gradient):
-        return after_last([x], [gradient])[0]
+        return after_last([gradient, x], {0})[1]
 
     here = jnp.ones(4)
     text = jax.jit(fn).lower(here, here).as_text()
