@@ -28,7 +28,7 @@ from jaxauto.solve.facts import crossings, read_together, spatial_dims
 from jaxauto.solve.loops import accumulated, combined, shadows
 from jaxauto.solve.model import Model
 from jaxauto.solve.onchip import place_on_chip
-from jaxauto.solve.problem import HIDDEN_SHARE, RESOURCES
+from jaxauto.solve.problem import RESOURCES
 from jaxauto.solve.search import Candidate
 from jaxauto.strategies import WHOLE, states
 
@@ -52,7 +52,7 @@ def check(candidate: Candidate, budget_bytes: float = math.inf, allowed: Mapping
     if found:
         return found
     seconds = answer.seconds()
-    total = max(seconds["compute"], seconds["prefetch"]) + seconds["blocking"] + HIDDEN_SHARE * seconds["prefetch"]
+    total = max(seconds["compute"], seconds["prefetch"]) + seconds["blocking"] + candidate.model.chip.exposed_share * seconds["prefetch"]
     for name in RESOURCES:
         found += _differs(f"{name} seconds", candidate.model.problem.resource(name, candidate.x), seconds[name], total)
     found += _differs("seconds", candidate.seconds, total, total)

@@ -13,7 +13,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from jaxauto.solve.problem import HIDDEN_SHARE, Problem
+from jaxauto.solve.problem import Problem
 
 _ROUNDING = 1e-12  # of the largest entry: no more than this is no gain
 
@@ -42,7 +42,7 @@ def _measures(problem: Problem) -> list[Tables]:
     """What an answer must not be worse in: a, b, and the bytes of each row."""
     found: list[Tables] = []
     for first in ("compute", "prefetch"):
-        weights = {"blocking": 1.0, "prefetch": HIDDEN_SHARE}
+        weights = {"blocking": 1.0, "prefetch": problem.exposed_share}
         weights[first] = weights.get(first, 0.0) + 1.0
         unary: dict[int, np.ndarray] = {}
         pairs: dict[tuple[int, int], np.ndarray] = {}

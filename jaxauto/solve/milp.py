@@ -21,7 +21,7 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from jaxauto.solve.problem import HIDDEN_SHARE, RESOURCES, Problem
+from jaxauto.solve.problem import RESOURCES, Problem
 
 _NODES = 200
 _PRESOLVE = False  # of HiGHS: without it these programmes take half the time
@@ -162,7 +162,8 @@ class _Program:
     def _time_rows(self, scale: float) -> None:
         blocking, base = self._linear("blocking")
         hidden, hidden_base = self._linear("prefetch")
-        blocking, base = blocking + HIDDEN_SHARE * hidden, base + HIDDEN_SHARE * hidden_base
+        share = self.problem.exposed_share
+        blocking, base = blocking + share * hidden, base + share * hidden_base
         for resource in ("compute", "prefetch"):
             row, constant = self._linear(resource)
             row = -(row + blocking) / scale

@@ -76,7 +76,7 @@ class Model:
         self.groups = program.groups
         self.values = program.groups.graph.values
         self.overlaps = getattr(chip, "platform", "cpu") != "cpu"
-        self.problem = Problem.empty()
+        self.problem = Problem.empty(chip.exposed_share)
         self.variable: dict[Key, int] = {}
         self.states: list[np.ndarray] = []
         self.narrowing = self.cached(("narrowing",), lambda: narrowing(program.groups))

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 RESOURCES = ("compute", "prefetch", "blocking")
-HIDDEN_SHARE = 0.25  # ε, fitted: what 80 schedules of v5e and h100 on eight devices wait for, of what could hide (results/accuracy.md)
 
 
 @dataclass(eq=False)
@@ -58,12 +57,13 @@ class Problem:
     sizes: list[int]
     unary: dict[str, dict[int, np.ndarray]]
     pairs: dict[str, dict[tuple[int, int], np.ndarray]]
+    exposed_share: float = 0.0  # ε
     rows: list[MemoryRow] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
     @classmethod
-    def empty(cls) -> Problem:
-        return cls([], {r: {} for r in RESOURCES}, {r: {} for r in RESOURCES})
+    def empty(cls, exposed_share: float) -> Problem:
+        return cls([], {r: {} for r in RESOURCES}, {r: {} for r in RESOURCES}, exposed_share)
 
     def add_variable(self, size: int, name: str) -> int:
         self.sizes.append(size)
@@ -90,7 +90,7 @@ class Problem:
     def seconds(self, x: np.ndarray) -> float:
         """T(x)."""
         prefetch = self.resource("prefetch", x)
-        return max(self.resource("compute", x), prefetch) + self.resource("blocking", x) + HIDDEN_SHARE * prefetch
+        return max(self.resource("compute", x), prefetch) + self.resource("blocking", x) + self.exposed_share * prefetch
 
     def bytes_peak(self, x: np.ndarray) -> float:
         """The largest memory row."""
@@ -102,13 +102,14 @@ class Problem:
             [len(s) for s in states],
             {r: {i: t[states[i]] for i, t in tables.items()} for r, tables in self.unary.items()},
             {r: {k: _cut(t, states, *k) for k, t in tables.items()} for r, tables in self.pairs.items()},
+            self.exposed_share,
             [row.restricted(states) for row in self.rows],
             list(self.names),
         )
 
     def priced(self, mu: float, prices: dict[int, float]) -> tuple[list[np.ndarray], dict[tuple[int, int], np.ndarray]]:
         """Unary and pair tables of the Lagrangian μC + (1 − μ + ε)P + K + Σ_r prices[r] · bytes_r (its constant is left out)."""
-        weights = {"compute": mu, "prefetch": 1.0 - mu + HIDDEN_SHARE, "blocking": 1.0}
+        weights = {"compute": mu, "prefetch": 1.0 - mu + self.exposed_share, "blocking": 1.0}
         unary = [np.zeros(n) for n in self.sizes]
         for resource, weight in weights.items():
             for i, table in self.unary[resource].items():

@@ -21,7 +21,7 @@ from scipy.optimize import linprog
 from jaxauto.solve.dominance import undominated
 from jaxauto.solve.eliminate import eliminate, least_with, nearest
 from jaxauto.solve.milp import MilpSolution, Status, solve_milp
-from jaxauto.solve.problem import HIDDEN_SHARE, Problem
+from jaxauto.solve.problem import Problem
 
 TOLERANCE = 1e-6  # relative: nearer than this is equal
 WORK_PER_SECOND = 12_000_000  # of the time limit, entries of tables made: a limit in work gives the same plan on a busy machine
@@ -204,7 +204,7 @@ def _master(problem: Problem, budget_bytes: float, answers: list[np.ndarray]) ->
     scale = max(float((np.maximum(compute, prefetch) + blocking).min()), 1e-30)
     rows = [r for r in range(len(problem.rows)) if np.isfinite(budget_bytes)]
     used = np.array([[problem.rows[r].bytes_at(x) / budget_bytes for x in answers] for r in rows]).reshape(len(rows), len(answers))
-    exposed = blocking + HIDDEN_SHARE * prefetch
+    exposed = blocking + problem.exposed_share * prefetch
     n, m = len(answers), len(rows)
     upper = np.zeros((2 + m, n + 2))  # weights, t, overdraft
     upper[0, :n], upper[1, :n], upper[:2, n] = (compute + exposed) / scale, (prefetch + exposed) / scale, -1.0

@@ -125,6 +125,11 @@ class Chip:
         return int(self.numbers["cores"].value) if "cores" in self.numbers else 1
 
     @property
+    def exposed_share(self) -> float:
+        """Share of the communication that could hide behind compute and is waited for all the same."""
+        return self._value("exposed_share")
+
+    @property
     def clock_hz(self) -> float:
         """Cycles/s, to turn the compiler's estimated cycles into seconds."""
         return self._value("clock_ghz") * 1e9

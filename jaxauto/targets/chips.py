@@ -59,8 +59,13 @@ def _tpu(
         "cores": Number(cores, "1", BOOK),
         "flops_efficiency": Number(0.9, "1", f"{RECIPES}: v6e bf16 matmul 8192^3 at 827 of 918 Tflop/s", "fitted"),
         "bandwidth_efficiency": Number(0.85, "1", f"{RECIPES}: HBM copies at 83 % (v6e) and 87 % (tpu7x)", "fitted"),
+        "exposed_share": _exposed(0.35),
     }
     return Chip(name, "tpu", device_kind, len(max_topology), max_topology, wrap, peaks, numbers, devices_per_chip, (8, 128))
+
+
+def _exposed(share: float) -> Number:
+    return Number(share, "1", f"{OWN}: compiled schedules on eight devices, scripts/results/accuracy.md", "fitted")
 
 
 def _vector(cores: int, clock_ghz: float) -> Number:
@@ -190,6 +195,7 @@ def _gpu(
         "clock_ghz": Number(clock_ghz, "GHz", XLA_SPEC.format(spec)),
         "flops_efficiency": Number(0.7, "1", "meta-pytorch/autoparallel, compute_estimation.py", "assumed"),
         "bandwidth_efficiency": Number(0.85, "1", "calculon: 0.75 to 0.90 for copies over 10 MB", "assumed"),
+        "exposed_share": _exposed(0.25),
     }
     return Chip(name, "gpu", device_kind, 2, (8,), "switch", peaks, numbers)
 
@@ -287,6 +293,7 @@ CPU = Chip(
         "clock_ghz": _assumed(2.0, "GHz"),
         "flops_efficiency": _assumed(0.8, "1"),
         "bandwidth_efficiency": _assumed(0.8, "1"),
+        "exposed_share": _assumed(0.25, "1"),
     },
 )
 

@@ -30,14 +30,14 @@ def test_candidates_restrict_the_answer():
 
 
 def test_a_pair_of_a_variable_with_itself_is_its_diagonal():
-    problem = Problem.empty()
+    problem = Problem.empty(exposed_share=0.25)
     problem.add_variable(3, "v")
     problem.add_pair("compute", 0, 0, np.arange(9.0).reshape(3, 3))
     np.testing.assert_array_equal(problem.unary["compute"][0], [0.0, 4.0, 8.0])
 
 
 def test_pairs_added_either_way_round_are_one_table():
-    problem = Problem.empty()
+    problem = Problem.empty(exposed_share=0.25)
     problem.add_variable(2, "a")
     problem.add_variable(3, "b")
     table = np.arange(6.0).reshape(2, 3)

@@ -22,7 +22,7 @@ from jaxauto.solve.fold import fold
 from jaxauto.solve.live import timeline
 from jaxauto.solve.milp import Status, solve_milp
 from jaxauto.solve.model import Model, Program
-from jaxauto.solve.problem import HIDDEN_SHARE, Problem
+from jaxauto.solve.problem import Problem
 from jaxauto.solve.remat import Remat
 from jaxauto.solve.search import Search
 from jaxauto.strategies import states
@@ -102,7 +102,7 @@ def summed(problem: Problem, unary, pairs) -> np.ndarray:
 def enumerated(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     """(T, peak bytes) of every assignment."""
     c, p, k = (summed(problem, problem.unary[r], problem.pairs[r]) for r in ("compute", "prefetch", "blocking"))
-    seconds = np.maximum(c, p) + k + HIDDEN_SHARE * p
+    seconds = np.maximum(c, p) + k + problem.exposed_share * p
     peak = np.zeros_like(seconds)
     for row in problem.rows:
         np.maximum(peak, row.base + summed(problem, row.vectors, row.pairs), out=peak)

@@ -19,6 +19,7 @@ FIGURES = {
     "clock_ghz": "GHz",
     "flops_efficiency": "1",
     "bandwidth_efficiency": "1",
+    "exposed_share": "1",
 }
 
 

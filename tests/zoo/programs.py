@@ -160,7 +160,7 @@ def draw(kind: str, seed: int) -> Drawn:
 def random_problem(seed: int, count: int = 5, density: float = 0.5, positions: int = 2) -> Problem:
     """A Problem with no program behind it: up to four states for each variable, pair tables in memory rows too."""
     rng = np.random.default_rng(seed)
-    problem = Problem.empty()
+    problem = Problem.empty(exposed_share=0.25)
     for i in range(count):
         problem.add_variable(int(rng.integers(1, 5)), f"v{i}")
     links = [pair for pair in itertools.combinations(range(count), 2) if rng.random() < density]
