@@ -8,7 +8,7 @@ import hashlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +36,7 @@ from jaxauto.solve.fold import fold
 from jaxauto.solve.least import least_memory
 from jaxauto.solve.model import Program as Decided
 from jaxauto.solve.remat import Level, Remat
-from jaxauto.solve.search import Candidate, Found, Search
+from jaxauto.solve.search import BEHIND, Candidate, Found, Search
 from jaxauto.solve.tighten import WORK_PER_SECOND
 from jaxauto.tables import size
 from jaxauto.targets.target import Target, resolve
@@ -44,6 +44,7 @@ from jaxauto.trace import Traced, trace
 from jaxauto.undivided import notes as undivided_notes
 
 _TIE = 0.005  # relative difference of estimates that means nothing
+_ABREAST = 1.1  # times the seconds of the best mesh: under less memory another one of these may be it
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,32 +167,32 @@ def solve(step: Step, target: Target, budget: float, options: Options, progress:
     return plan_for(solved, solved.best, budget, options)
 
 
-def searched(step: Step, target: Target, budget: float, options: Options, progress: Callable[[str], None]) -> Solved:
+def searched(
+    step: Step, target: Target, budget: float, options: Options, progress: Callable[[str], None], before: Solved | None = None
+) -> Solved:
     """The best answer over the meshes, under ``budget`` bytes.
+
+    Args:
+      before: what a search under a larger budget came to: meshes that were far behind there are left out.
 
     Raises:
       InfeasibleError: no plan on any mesh fits.
     """
     started = time.monotonic()
     meshes = mesh_candidates(options.mesh, target, _mesh_in_step(step))
-    remat = Remat(
-        step.graph,
-        step.groups,
-        step.aliased,
-        target.chip,
-        devices=max(mesh.num_devices for mesh in meshes),
-        movable=step.movable if options.remat == "offload" else None,
-    )
+    if before is not None:
+        meshes = [mesh for mesh in meshes if before.meshes.get(_name(mesh), math.inf) <= before.best.seconds * _ABREAST]
+    remat = _remat(step, meshes, target, options) if before is None else before.remat
     levels = {"off": lambda: remat.levels()[:1], "auto": remat.levels, "offload": remat.levels_with_host}[options.remat]()
     deadline = started + options.time_limit
     results: list[tuple[Search, Found]] = []
     for number, mesh in enumerate(meshes):
-        progress(f"solving mesh {'x'.join(map(str, mesh.sizes))} ({number + 1} of {len(meshes)})")
-        best = min((found.best.seconds for _, found in results if found.best is not None), default=math.inf)
-        tried = prepared(step, remat, mesh, target, options, deadline, best)
-        results.append((tried, tried.run(budget, levels)))
+        progress(f"solving mesh {_name(mesh)} ({number + 1} of {len(meshes)})")
+        tried = prepared(step, remat, mesh, target, options, deadline, _fastest(results))
+        results.append((tried, tried.look(budget, levels)))
         if time.monotonic() > deadline:
             break
+    _refine(results, budget, progress)
     if all(found.best is None for _, found in results):
         progress("looking for the least memory")
         for tried, found in sorted(results, key=lambda r: r[1].leanest.peak_bytes):
@@ -201,15 +202,38 @@ def searched(step: Step, target: Target, budget: float, options: Options, progre
         least = min(found.leanest.peak_bytes for _, found in results)
         raise InfeasibleError(_infeasible_message(results, budget, target), least)
     found = _simplest(fitting)
-    seconds = {"x".join(map(str, s.mesh.sizes)): (f.best.seconds if f.best else float("inf")) for s, f in results}
+    seconds = {_name(s.mesh): (f.best.seconds if f.best else math.inf) for s, f in results}
     found.seconds_spent["all meshes"] = time.monotonic() - started
     everything = tuple(candidate for _, f in fitting for candidate in f.fitting)
     return Solved(step, target, remat, levels, found, seconds, options, everything)
 
 
+def _remat(step: Step, meshes: Sequence[MeshAxes], target: Target, options: Options) -> Remat:
+    devices, movable = max(mesh.num_devices for mesh in meshes), step.movable if options.remat == "offload" else None
+    return Remat(step.graph, step.groups, step.aliased, target.chip, devices=devices, movable=movable)
+
+
+def _name(mesh: MeshAxes) -> str:
+    return "x".join(map(str, mesh.sizes))
+
+
+def _refine(results: Sequence[tuple[Search, Found]], budget: float, progress: Callable[[str], None]) -> None:
+    """Of each mesh that may have the best answer, the fastest first."""
+    for tried, found in sorted(results, key=lambda r: _fastest([r])):
+        tried.rival = _fastest([r for r in results if r[0] is not tried])
+        if found.best is None or found.best.seconds <= tried.rival * BEHIND:
+            progress(f"refining mesh {_name(tried.mesh)}")
+            tried.refine(found, budget)
+
+
+def _fastest(results: Sequence[tuple[Search, Found]]) -> float:
+    """Seconds."""
+    return min((found.best.seconds for _, found in results if found.best is not None), default=math.inf)
+
+
 def _simplest(fitting: list[tuple[Search, Found]]) -> Found:
     """The fastest, or one with fewer axes that is as good as that: the partitioner has less to get wrong."""
-    fastest = min(found.best.seconds for _, found in fitting if found.best is not None)
+    fastest = _fastest(fitting)
     near = [r for r in fitting if r[1].best is not None and r[1].best.seconds <= fastest * (1 + _TIE)]
     return min(near, key=lambda r: (len(r[0].mesh.sizes), r[1].best.seconds))[1]  # type: ignore[union-attr]
 

@@ -62,7 +62,7 @@ def with_room(solved: Any, budget: float, options: Any, progress: Callable[[str]
     if slower > _DEAREST and len(solved.remat.graph.values) <= QUICK:
         progress("planning again, with room for gaps in the compiler's heap")
         with contextlib.suppress(InfeasibleError):
-            again = searched(solved.step, solved.target, budget - gaps, options, progress)
+            again = searched(solved.step, solved.target, budget - gaps, options, progress, before=solved)
             other = _with_room(again, budget, options)
             if other is not None and (found is None or other.seconds < found.seconds):
                 source, found, slower = again, other, other.seconds / best.seconds - 1

@@ -122,8 +122,9 @@ def _shared(model: Model) -> Iterator[Row]:
     for number, view, dims, begin, end in shared_operands(model):
         group, own = model.groups.place[number]
         key = model.var("group", group), own, model.var("group", view), dims
-        share = model.cached(("shared", *key), lambda key=key: _moved(model, *key))
-        yield from in_order(begin, end, key[0], key[2], value_bytes(model.values[number]) * share)
+        bytes_ = value_bytes(model.values[number])
+        table = model.cached(("shared", *key, bytes_), lambda key=key, n=bytes_: n * _moved(model, *key))
+        yield from in_order(begin, end, key[0], key[2], table)
 
 
 def _passed(model: Model) -> Iterator[Row]:
@@ -134,15 +135,15 @@ def _passed(model: Model) -> Iterator[Row]:
     for e, begin, end in passed_edges(model):
         a, b = model.var("group", e.source), model.var("group", e.target)
         again = model.chip.platform == "gpu" and begin < end
-        key = "passed", a, b, e.dims, e.reduced, again
-        share = model.cached(key, lambda e=e, a=a, b=b, again=again: _passed_share(model, e, model.states[a], model.states[b], again=again))
-        yield from in_order(begin, end, a, b, value_bytes(model.values[e.result if e.node in model.narrowing else e.value]) * share)
+        bytes_ = value_bytes(model.values[e.result if e.node in model.narrowing else e.value])
+        key = a, b, e.dims, e.reduced, bytes_, again
+        yield from in_order(begin, end, a, b, model.cached(("passed", *key), lambda key=key: _passed_bytes(model, *key)))
 
 
-def _passed_share(model: Model, e: Edge, source: np.ndarray, target: np.ndarray, *, again: bool) -> np.ndarray:
-    here, there, _, _ = edge_layout(source, target, e.dims, e.reduced, model.mesh.sizes)
+def _passed_bytes(model: Model, a: int, b: int, dims: tuple[int, ...], reduced: tuple[int, ...], bytes_: float, again: bool) -> np.ndarray:
+    here, there, _, _ = edge_layout(model.states[a], model.states[b], dims, reduced, model.mesh.sizes)
     share = moved_share(here, there, model.mesh.sizes)
-    return share * (1 + turned(here, there, len(e.dims), "gpu")) if again else share
+    return bytes_ * (share * (1 + turned(here, there, len(dims), "gpu")) if again else share)
 
 
 def passed_edges(model: Model) -> list[tuple[Edge, int, int]]:

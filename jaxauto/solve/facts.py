@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Iterator, Mapping, Set
 from typing import Any
 
@@ -72,8 +73,13 @@ def buffer_runs(variant: Variant, groups: Groups) -> np.ndarray:
     return runs
 
 
-def operation_runs(variant: Variant, groups: Groups) -> Iterator[tuple[Operation, Node]]:
+@functools.lru_cache(maxsize=1)
+def operation_runs(variant: Variant, groups: Groups) -> tuple[tuple[Operation, Node], ...]:
     """Each operation as often as the rewritten program has it: (as written, the node there, which may be a copy)."""
+    return tuple(_operation_runs(variant, groups))
+
+
+def _operation_runs(variant: Variant, groups: Groups) -> Iterator[tuple[Operation, Node]]:
     written, origin = groups.graph.values, variant.rewritten.origin
     operations = {op.node.id: op for op in groups.operations}
     for node in walk(variant.rewritten.graph):
@@ -109,7 +115,7 @@ def read_together(variant: Variant, groups: Groups, weights: Set[int]) -> dict[t
     in the same sharding. In straight code a barrier parts them, see ``recompute.py``; in loops nothing does.
     """
     rewritten = variant.rewritten
-    runs, times = list(operation_runs(variant, groups)), multiplicity(rewritten.graph)
+    runs, times = operation_runs(variant, groups), multiplicity(rewritten.graph)
     backward = {node.id for op, node in runs if op.node.backward}
     found: dict[tuple[int, int], int] = {}
     for op, node in runs:

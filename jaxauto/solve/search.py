@@ -52,7 +52,7 @@ _MIXED = -1  # the number of the level whose blocks keep unalike
 _GAP = 0.005  # relative gap under which no MILP is asked
 _PATIENCE = 2  # mixtures of blocks that are no better, before less room is given up
 _CLOSER, _AROUND = 3, 24  # times that levels between are looked at, and how many of them
-_BEHIND = 1.05  # times the seconds of an answer on another mesh: where that is not worth it
+BEHIND = 1.03  # times the seconds of an answer on another mesh: where more work does not catch up
 _DESCENTS = 3  # each with the peak of the one before as a further row
 _SMALL = 300  # states in all: up to that the optimum is sought even where the gap is less
 
@@ -75,6 +75,7 @@ class Search:
         self.program, self.remat, self.mesh, self.chip = program, remat, mesh, chip
         self.allowed, self.deadline, self.work, self.rival = allowed, deadline, work, rival
         self.cache: dict = {}
+        self.levels: list[Level] = []
         self.bounds: dict[int, float] = {}
         self.models: dict[int, Model] = {}
         self.answers: dict[int, list[np.ndarray]] = defaultdict(list)
@@ -83,10 +84,16 @@ class Search:
         self.mixer = Mixer(self)
         self.written: list[np.ndarray] = []  # good shardings of the step as written where that does not fit
 
-    def run(self, budget_bytes: float, levels: list[Level]) -> Found:
+    def run(self, budget_bytes: float, levels: Sequence[Level]) -> Found:
+        """The best answer under ``budget_bytes``, with ``levels`` of rematerialisation, those between them, and blocks that keep unalike."""
+        found = self.look(budget_bytes, levels)
+        self.refine(found, budget_bytes)
+        return found
+
+    def look(self, budget_bytes: float, levels: Sequence[Level]) -> Found:
         """Search all ``levels`` under ``budget_bytes``; as long as they get faster, if the first fits without pressure."""
         started = time.monotonic()
-        levels = list(levels)
+        levels = self.levels = list(levels)
         best: Candidate | None = None
         least: dict[bool, Candidate] = {}  # the leanest of those with something in the host's memory, and of the others
         fitting: list[Candidate] = []
@@ -115,20 +122,16 @@ class Search:
                     fitting += [mixed, *self._anew(mixed, levels, budget_bytes)]
         best = min(fitting, key=lambda c: c.seconds, default=None)
         found = Found(best, leanest, min(self.bounds.values()), {"search": time.monotonic() - started}, fitting=fitting)
-        if best is None:
-            self._close(found, budget_bytes)
-        else:
-            self._refine(found, levels, budget_bytes)
-            if found.best is not None and found.best not in fitting:
-                fitting.append(found.best)
-        found.variables = max(found.variables, sum(leanest.model.problem.sizes))
+        found.variables = sum(leanest.model.problem.sizes)
+        if best is not None:
+            self._mix(found, self._bases(found)[:1], 1, budget_bytes)
         return found
 
     def _between(self, best: Candidate, levels: list[Level], budget_bytes: float) -> Iterator[Candidate]:
         """Candidates of levels between and around ``levels``, which are added to it: where they are faster, sharded as the best is."""
         known = set(levels)
         for _ in range(_CLOSER if len(levels) > 1 and len(self.remat.graph.values) < QUICK else 0):
-            if self.out_of_time() or best.seconds > self.rival * _BEHIND:
+            if self.out_of_time() or best.seconds > self.rival * BEHIND:
                 return
             near = [c for c in finer(self.remat, best, self.model, known, _AROUND) if c.peak_bytes <= budget_bytes]
             closer = min(near, key=lambda c: c.seconds, default=best)
@@ -282,16 +285,33 @@ class Search:
 
     # ------------------------------------------------------------------------------------------------------------- refining
 
-    def _refine(self, found: Found, levels: list[Level], budget_bytes: float) -> None:
-        assert found.best is not None
+    def refine(self, found: Found, budget_bytes: float) -> None:
+        """What ``look`` found made better: blocks that keep unalike, single values kept or not, and the gap to the bound closed."""
+        if found.best is None:
+            self._close(found, budget_bytes)
+            return
         started = time.monotonic()
-        waits = (False, True) if any(level.offloaded for level in levels) else (False,)
-        for base, waiting, splitting in itertools.product(self._bases(found), waits, self.mixer.splitting(levels)):
-            mixtures = self.mixer.mixtures(base, levels, budget_bytes, waiting=waiting, splitting=splitting)
-            mixed = fastest_of_first(mixtures, _PATIENCE)
+        self._mix(found, self._bases(found), _PATIENCE, budget_bytes)
+        self._change(found, self.levels, budget_bytes)
+        found.seconds_spent["chain"] = time.monotonic() - started
+        self._finish(found, budget_bytes)
+        if found.best not in found.fitting:
+            found.fitting.append(found.best)
+
+    def _mix(self, found: Found, bases: Sequence[Candidate], patience: int, budget_bytes: float) -> None:
+        """Blocks that keep unalike, sharded as ``bases``: see ``fastest_of_first``."""
+        assert found.best is not None
+        waits = (False, True) if any(level.offloaded for level in self.levels) else (False,)
+        for base, waiting, splitting in itertools.product(bases, waits, self.mixer.splitting(self.levels)):
+            mixtures = self.mixer.mixtures(base, self.levels, budget_bytes, waiting=waiting, splitting=splitting)
+            mixed = fastest_of_first(mixtures, patience)
             mixed = mixed and self._descended(mixed, budget_bytes)
             if mixed is not None and mixed.seconds < found.best.seconds:
                 found.best, self.models[_MIXED] = mixed, mixed.model
+
+    def _change(self, found: Found, levels: list[Level], budget_bytes: float) -> None:
+        """Less state in the host's memory, and single values kept or not."""
+        assert found.best is not None
         found.fitting += [c for c in nearer(self.remat, found.fitting, self.mixer.keeping) if c.peak_bytes <= budget_bytes]
         found.best = min([found.best, *found.fitting], key=lambda c: c.seconds)
         found.fitting += self._swap(found.best, levels, budget_bytes)
@@ -300,7 +320,9 @@ class Search:
             problem = self.models[_MIXED].problem
             self.bounds[_MIXED] = max(eliminate(*problem.priced(mu, {})).bound for mu in MU)
             found.bound = min(self.bounds.values())
-        found.seconds_spent["chain"] = time.monotonic() - started
+
+    def _finish(self, found: Found, budget_bytes: float) -> None:
+        assert found.best is not None
         started = time.monotonic()
         self._close(found, budget_bytes)
         found.seconds_spent["close"] = time.monotonic() - started
@@ -316,7 +338,7 @@ class Search:
 
     def _swap(self, best: Candidate, levels: list[Level], budget_bytes: float) -> list[Candidate]:
         """Candidates that keep what ``best`` does but for some values (``swaps.py``), where that is faster; their level is added."""
-        if not self.remat.blocks or len(levels) < 2 or best.seconds > self.rival * _BEHIND:
+        if not self.remat.blocks or len(levels) < 2 or best.seconds > self.rival * BEHIND:
             return []
         make = functools.partial(self.mixer.keeping, best, offloaded=best.variant.offloaded)
         better = swapped(self.remat, best, make, budget_bytes, self.mesh.num_devices, self.out_of_time)
@@ -367,7 +389,8 @@ class Search:
         best, problem = found.best, found.best.model.problem
         for _ in range(2):
             answer = solve_milp(problem, budget_bytes, near(problem, best.x, _NEAR), seconds / 2)
-            found.variables, found.constraints, found.status = answer.variables, answer.constraints, answer.status.value
+            found.variables = max(found.variables, answer.variables)
+            found.constraints, found.status = answer.constraints, answer.status.value
             if answer.x is None:
                 return
             better = self.candidate(best.model, answer.x, best.level)
