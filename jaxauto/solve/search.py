@@ -304,6 +304,8 @@ class Search:
         waits = (False, True) if any(level.offloaded for level in self.levels) else (False,)
         for base, waiting, splitting in itertools.product(bases, waits, self.mixer.splitting(self.levels)):
             mixtures = self.mixer.mixtures(base, self.levels, budget_bytes, waiting=waiting, splitting=splitting)
+            if len(self.remat.graph.values) >= QUICK:
+                mixtures = itertools.chain([base], mixtures)  # one that is no better than that is one in vain
             mixed = fastest_of_first(mixtures, patience)
             mixed = mixed and self._descended(mixed, budget_bytes)
             if mixed is not None and mixed.seconds < found.best.seconds:
