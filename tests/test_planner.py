@@ -1,0 +1,83 @@
+"""How the planner goes through meshes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxauto import planner
+from jaxauto.options import Options
+from jaxauto.solve.search import Search
+from jaxauto.targets.target import resolve
+
+LAYERS, WIDTH, BATCH = 6, 512, 256
+
+
+def step(params, x):
+    def loss(params):
+        def layer(h, w):
+            return h + jnp.tanh(h @ w["in"]) @ w["out"], None
+
+        y, _ = jax.lax.scan(layer, jnp.tanh(x), params)
+        return jnp.mean(y**2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def array(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+ARGS = ({"in": array(LAYERS, WIDTH, 4 * WIDTH), "out": array(LAYERS, 4 * WIDTH, WIDTH)}, array(BATCH, 512, WIDTH))
+TARGET, OPTIONS = resolve("v5e:4x4"), Options(target="v5e:4x4")
+
+
+def search(budget, before=None):
+    found = planner.read(step, ARGS, {}) if before is None else before.step
+    return planner.searched(found, TARGET, budget, OPTIONS, lambda _: None, before)
+
+
+@pytest.fixture(scope="module")
+def free():
+    return search(math.inf)
+
+
+@pytest.fixture
+def refined(monkeypatch):
+    """Meshes that are refined, in order."""
+    names, refine = [], Search.refine
+
+    def noted(self, found, budget):
+        names.append("x".join(map(str, self.mesh.sizes)))
+        refine(self, found, budget)
+
+    monkeypatch.setattr(Search, "refine", noted)
+    return names
+
+
+@pytest.mark.parametrize("share", [1.0, 0.6])
+def test_meshes_that_are_far_behind_are_not_refined_and_nothing_is_lost(monkeypatch, free, refined, share):
+    budget = share * free.best.peak_bytes
+    some = search(budget)
+    here = set(refined)
+    assert 0 < len(here) < len(some.meshes)
+    refined.clear()
+    monkeypatch.setattr(planner, "BEHIND", math.inf)
+    every = search(budget)
+    assert set(refined) == set(every.meshes) > here
+    assert some.best.seconds == pytest.approx(every.best.seconds, rel=1e-6)
+
+
+def test_planning_again_under_less_memory_leaves_slow_meshes_out_and_keeps_rewritten_programs(free):
+    budget, slowest = 0.6 * free.best.peak_bytes, max(free.meshes, key=lambda name: free.meshes[name])
+    behind = {**free.meshes, slowest: planner._ABREAST * 1.01 * free.best.seconds}
+    again = search(budget, dataclasses.replace(free, meshes=behind))
+    assert set(again.meshes) == {*free.meshes} - {slowest}
+    assert again.remat is free.remat
+    assert again.best.peak_bytes <= budget
+    assert again.best.seconds == pytest.approx(search(budget).best.seconds, rel=1e-3)
