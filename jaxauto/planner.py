@@ -204,7 +204,7 @@ def searched(
     found = _simplest(fitting)
     seconds = {_name(s.mesh): (f.best.seconds if f.best else math.inf) for s, f in results}
     found.seconds_spent["all meshes"] = time.monotonic() - started
-    everything = tuple(candidate for _, f in fitting for candidate in f.fitting)
+    everything = tuple(dict.fromkeys(c for _, f in fitting for c in (*f.fitting, f.best) if c is not None))
     return Solved(step, target, remat, levels, found, seconds, options, everything)
 
 
@@ -218,8 +218,10 @@ def _name(mesh: MeshAxes) -> str:
 
 
 def _refine(results: Sequence[tuple[Search, Found]], budget: float, progress: Callable[[str], None]) -> None:
-    """Of each mesh that may have the best answer, the fastest first."""
-    for tried, found in sorted(results, key=lambda r: _fastest([r])):
+    """Of each mesh that may have the best answer, the fastest first, and as many as there is time for."""
+    for number, (tried, found) in enumerate(sorted(results, key=lambda r: _fastest([r]))):
+        if number and tried.out_of_time():
+            return
         tried.rival = _fastest([r for r in results if r[0] is not tried])
         if found.best is None or found.best.seconds <= tried.rival * BEHIND:
             progress(f"refining mesh {_name(tried.mesh)}")
