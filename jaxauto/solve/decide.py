@@ -71,7 +71,7 @@ def _awaited(candidate: Candidate) -> frozenset[int] | None:
     something is made again, and none elsewhere: a word of what is waited for goes from one device to the others.
     """
     model, x = candidate.model, candidate.x
-    platform = getattr(model.chip, "platform", "cpu")
+    platform = model.chip.platform
     alone, pressed = model.mesh.num_devices == 1, any(kept is not None for kept in model.variant.kept)
     if platform != "tpu":
         return frozenset(value for _, _, value in _finished(model)) if platform == "gpu" or alone or pressed else None
@@ -130,7 +130,7 @@ def _gathers(here: np.ndarray, there: np.ndarray) -> bool:
 def _passing(model: Model) -> Iterator[int]:
     """What is kept to make the rest again: on CPU it goes through a select, and would be whole on every device where its readers differ."""
     rewritten = model.variant.rewritten
-    for node in rewritten.graph.nodes if getattr(model.chip, "platform", "cpu") == "cpu" else ():
+    for node in rewritten.graph.nodes if model.chip.platform == "cpu" else ():
         for number in node.inputs if node.prim == "optimization_barrier" else ():
             origin = rewritten.origin.get(number, number)
             if origin in model.groups.place and model.values[origin].shape:

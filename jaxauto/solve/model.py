@@ -75,7 +75,7 @@ class Model:
         self.cache = {} if cache is None else cache
         self.groups = program.groups
         self.values = program.groups.graph.values
-        self.overlaps = getattr(chip, "platform", "cpu") != "cpu"
+        self.overlaps = chip.platform != "cpu"
         self.problem = Problem.empty(chip.exposed_share)
         self.variable: dict[Key, int] = {}
         self.states: list[np.ndarray] = []
