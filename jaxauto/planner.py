@@ -44,7 +44,7 @@ from jaxauto.trace import Traced, trace
 from jaxauto.undivided import notes as undivided_notes
 
 _TIE = 0.005  # relative difference of estimates that means nothing
-_ABREAST = 1.1  # times the seconds of the best mesh: under less memory another one of these may be it
+_ABREAST = 1.1  # times the seconds of the best mesh: with levels between, or under less memory, another one of these may be it
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,7 +219,13 @@ def _name(mesh: MeshAxes) -> str:
 
 def _refine(results: Sequence[tuple[Search, Found]], budget: float, progress: Callable[[str], None]) -> None:
     """Of each mesh that may have the best answer, the fastest first, and as many as there is time for."""
-    for number, (tried, found) in enumerate(sorted(results, key=lambda r: _fastest([r]))):
+    abreast = _fastest(results) * _ABREAST
+    near = [r for r in sorted(results, key=lambda r: _fastest([r])) if r[1].best is None or r[1].best.seconds <= abreast]
+    for number, (tried, found) in enumerate(near):
+        if number and tried.out_of_time():
+            return
+        tried.closer(found, budget)
+    for number, (tried, found) in enumerate(sorted(near, key=lambda r: _fastest([r]))):
         if number and tried.out_of_time():
             return
         tried.rival = _fastest([r for r in results if r[0] is not tried])

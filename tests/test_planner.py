@@ -68,6 +68,7 @@ def test_meshes_that_are_far_behind_are_not_refined_and_nothing_is_lost(monkeypa
     assert 0 < len(here) < len(some.meshes)
     refined.clear()
     monkeypatch.setattr(planner, "BEHIND", math.inf)
+    monkeypatch.setattr(planner, "_ABREAST", math.inf)
     every = search(budget)
     assert set(refined) == set(every.meshes) > here
     assert some.best.seconds == pytest.approx(every.best.seconds, rel=1e-6)

@@ -134,16 +134,19 @@ def _passed(model: Model) -> Iterator[Row]:
     """
     for e, begin, end in passed_edges(model):
         a, b = model.var("group", e.source), model.var("group", e.target)
-        again = model.chip.platform == "gpu" and begin < end
+        copies = "gpu" if model.chip.platform == "gpu" and begin < end else None
         bytes_ = value_bytes(model.values[e.result if e.node in model.narrowing else e.value])
-        key = a, b, e.dims, e.reduced, bytes_, again
+        key = a, b, e.dims, e.reduced, bytes_, copies
         yield from in_order(begin, end, a, b, model.cached(("passed", *key), lambda key=key: _passed_bytes(model, *key)))
 
 
-def _passed_bytes(model: Model, a: int, b: int, dims: tuple[int, ...], reduced: tuple[int, ...], bytes_: float, again: bool) -> np.ndarray:
+def _passed_bytes(
+    model: Model, a: int, b: int, dims: tuple[int, ...], reduced: tuple[int, ...], bytes_: float, copies: str | None
+) -> np.ndarray:
+    """``copies``: the platform whose copies of what is at odds with its layout count too."""
     here, there, _, _ = edge_layout(model.states[a], model.states[b], dims, reduced, model.mesh.sizes)
     share = moved_share(here, there, model.mesh.sizes)
-    return bytes_ * (share * (1 + turned(here, there, len(dims), "gpu")) if again else share)
+    return bytes_ * (share * (1 + turned(here, there, len(dims), copies)) if copies else share)
 
 
 def passed_edges(model: Model) -> list[tuple[Edge, int, int]]:

@@ -12,6 +12,9 @@ then bisected; the rows are the peaks that candidates show (cutting planes). Wha
 as its work goes; where it is not, a MILP over the states near the best answer is asked. Answers go down by single changes (``descend.py``);
 and so does what blocks keep (``swaps.py``). Where no level fits, what lies between blocks is made again too (``nested.py``); and scans are
 cut into parts that keep unalike (``segments.py``), there and wherever blocks are mixed.
+
+``look`` tries the levels; ``closer`` levels between them and a first mixture of blocks, which tells by a few per cent what a mesh comes to;
+``refine`` does the rest.
 """
 
 from __future__ import annotations
@@ -85,8 +88,9 @@ class Search:
         self.written: list[np.ndarray] = []  # good shardings of the step as written where that does not fit
 
     def run(self, budget_bytes: float, levels: Sequence[Level]) -> Found:
-        """The best answer under ``budget_bytes``, with ``levels`` of rematerialisation, those between them, and blocks that keep unalike."""
+        """The best answer under ``budget_bytes`` with ``levels`` of rematerialisation, levels between, and blocks that keep unalike."""
         found = self.look(budget_bytes, levels)
+        self.closer(found, budget_bytes)
         self.refine(found, budget_bytes)
         return found
 
@@ -110,8 +114,6 @@ class Search:
             roomy = not self.written
             if best is not None and (self.out_of_time() or (roomy and best.level < number)):
                 break  # without pressure on memory, recomputing more does not help where recomputing less did not
-        for start in least_of_each(fitting, lambda c: replace(c.variant.level, kept=())):
-            fitting += self._between(start, levels, budget_bytes)
         leanest = min(least.values(), key=lambda c: c.peak_bytes)
         for base in dict.fromkeys((least[False],) if fitting else (least[False], leanest)):
             mixed = self.mixer.leaner(base, levels, budget_bytes)
@@ -123,15 +125,22 @@ class Search:
         best = min(fitting, key=lambda c: c.seconds, default=None)
         found = Found(best, leanest, min(self.bounds.values()), {"search": time.monotonic() - started}, fitting=fitting)
         found.variables = sum(leanest.model.problem.sizes)
-        if best is not None:
-            self._mix(found, self._bases(found)[:1], 1, budget_bytes)
         return found
+
+    def closer(self, found: Found, budget_bytes: float) -> None:
+        """Levels between those that ``look`` tried, and a first mixture of blocks, where anything fits."""
+        if found.best is None:
+            return
+        for start in least_of_each(found.fitting, lambda c: replace(c.variant.level, kept=())):
+            found.fitting += self._between(start, self.levels, budget_bytes)
+        found.best = min(found.fitting, key=lambda c: c.seconds)
+        self._mix(found, self._bases(found)[:1], 1, budget_bytes)
 
     def _between(self, best: Candidate, levels: list[Level], budget_bytes: float) -> Iterator[Candidate]:
         """Candidates of levels between and around ``levels``, which are added to it: where they are faster, sharded as the best is."""
         known = set(levels)
         for _ in range(_CLOSER if len(levels) > 1 and len(self.remat.graph.values) < QUICK else 0):
-            if self.out_of_time() or best.seconds > self.rival * BEHIND:
+            if self.out_of_time():
                 return
             near = [c for c in finer(self.remat, best, self.model, known, _AROUND) if c.peak_bytes <= budget_bytes]
             closer = min(near, key=lambda c: c.seconds, default=best)
