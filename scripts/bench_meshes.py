@@ -70,7 +70,7 @@ def table(rows: list[dict]) -> str:
     lines = [
         "# Meshes that are refined",
         "",
-        f"Made by scripts/bench_meshes.py. Refined: meshes up to {BEHIND[0] - 1:.0%} behind, of those that are up to {BEHIND[1] - 1:.0%} behind",
+        f"Made by scripts/bench_meshes.py. Refined: meshes up to {BEHIND[0] - 1:.0%} behind, of those up to {BEHIND[1] - 1:.0%} behind",
         f"before they are looked at closer; against every mesh. {len(rows)} budgets:",
         "",
         f"- Slower by the estimate: {int((lost > 1e-3).sum())} of {len(both)} by more than 0.1 %; the worst by {max(lost.max(), 0.0):.2%}.",
