@@ -188,7 +188,7 @@ def searched(
     results: list[tuple[Search, Found]] = []
     for number, mesh in enumerate(meshes):
         progress(f"solving mesh {_name(mesh)} ({number + 1} of {len(meshes)})")
-        tried = prepared(step, remat, mesh, target, options, deadline, _fastest(results))
+        tried = prepared(step, remat, mesh, target, options, deadline)
         results.append((tried, tried.look(budget, levels)))
         if time.monotonic() > deadline:
             break

@@ -301,7 +301,7 @@ class Search:
             return
         started = time.monotonic()
         self._mix(found, self._bases(found), _PATIENCE, budget_bytes)
-        self._change(found, self.levels, budget_bytes)
+        self._change(found, budget_bytes)
         found.seconds_spent["chain"] = time.monotonic() - started
         self._finish(found, budget_bytes)
         if found.best not in found.fitting:
@@ -320,12 +320,12 @@ class Search:
             if mixed is not None and mixed.seconds < found.best.seconds:
                 found.best, self.models[_MIXED] = mixed, mixed.model
 
-    def _change(self, found: Found, levels: list[Level], budget_bytes: float) -> None:
+    def _change(self, found: Found, budget_bytes: float) -> None:
         """Less state in the host's memory, and single values kept or not."""
         assert found.best is not None
         found.fitting += [c for c in nearer(self.remat, found.fitting, self.mixer.keeping) if c.peak_bytes <= budget_bytes]
         found.best = min([found.best, *found.fitting], key=lambda c: c.seconds)
-        found.fitting += self._swap(found.best, levels, budget_bytes)
+        found.fitting += self._swap(found.best, self.levels, budget_bytes)
         found.best = min([found.best, *found.fitting], key=lambda c: c.seconds)
         if _MIXED in self.models:  # a program of its own, with a bound of its own
             problem = self.models[_MIXED].problem
@@ -373,7 +373,7 @@ class Search:
                 return
         effort = Effort(self.work, self.out_of_time)
         for number in sorted(self.bounds, key=lambda n: self.bounds[n]):
-            model, upper = self.models[number], found.best.seconds if found.best else math.inf
+            model, upper = self.models[number], found.best.seconds if found.best else self.rival
             if self.bounds[number] >= upper * (1 - TOLERANCE) or effort.over:
                 continue
 
