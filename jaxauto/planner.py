@@ -219,8 +219,8 @@ def _name(mesh: MeshAxes) -> str:
 
 def _refine(results: Sequence[tuple[Search, Found]], budget: float, progress: Callable[[str], None]) -> None:
     """Of each mesh that may have the best answer, the fastest first, and as many as there is time for."""
-    abreast = _fastest(results) * _ABREAST
-    near = [r for r in sorted(results, key=lambda r: _fastest([r])) if r[1].best is None or r[1].best.seconds <= abreast]
+    fastest = _fastest(results)
+    near = [r for r in sorted(results, key=lambda r: _fastest([r])) if _may_win(r[1], fastest, _ABREAST)]
     for number, (tried, found) in enumerate(near):
         if number and tried.out_of_time():
             return
@@ -229,9 +229,14 @@ def _refine(results: Sequence[tuple[Search, Found]], budget: float, progress: Ca
         if number and tried.out_of_time():
             return
         tried.rival = _fastest([r for r in results if r[0] is not tried])
-        if found.best is None or found.best.seconds <= tried.rival * BEHIND:
+        if _may_win(found, tried.rival, BEHIND):
             progress(f"refining mesh {_name(tried.mesh)}")
             tried.refine(found, budget)
+
+
+def _may_win(found: Found, rival: float, behind: float) -> bool:
+    """Whether more work on a mesh may make it faster than ``rival``: it is not far behind, or its bound says that much is open."""
+    return found.best is None or found.best.seconds <= rival * behind or found.bound * behind < rival
 
 
 def _fastest(results: Sequence[tuple[Search, Found]]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -82,3 +83,12 @@ def test_planning_again_under_less_memory_leaves_slow_meshes_out_and_keeps_rewri
     assert again.remat is free.remat
     assert again.best.peak_bytes <= budget
     assert again.best.seconds == pytest.approx(search(budget).best.seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "bound", "may"),
+    [(1.02, 1.01, True), (1.2, 1.19, False), (1.2, 0.9, True), (1.2, 0.98, False), (None, 0.5, True)],
+)
+def test_a_mesh_may_win_that_is_near_or_whose_bound_leaves_much_open(seconds, bound, may):
+    best = None if seconds is None else SimpleNamespace(seconds=seconds)
+    assert planner._may_win(SimpleNamespace(best=best, bound=bound), 1.0, 1.03) is may
