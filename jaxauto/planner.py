@@ -44,7 +44,7 @@ from jaxauto.trace import Traced, trace
 from jaxauto.undivided import notes as undivided_notes
 
 _TIE = 0.005  # relative difference of estimates that means nothing
-_ABREAST = 1.1  # times the seconds of the best mesh: with levels between, or under less memory, another one of these may be it
+ABREAST = 1.1  # times the seconds of the best mesh: with levels between, or under less memory, another one of these may be it
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +181,7 @@ def searched(
     started = time.monotonic()
     meshes = mesh_candidates(options.mesh, target, _mesh_in_step(step))
     if before is not None:
-        meshes = [mesh for mesh in meshes if before.meshes.get(_name(mesh), math.inf) <= before.best.seconds * _ABREAST]
+        meshes = [mesh for mesh in meshes if before.meshes.get(_name(mesh), math.inf) <= before.best.seconds * ABREAST]
     remat = _remat(step, meshes, target, options) if before is None else before.remat
     levels = {"off": lambda: remat.levels()[:1], "auto": remat.levels, "offload": remat.levels_with_host}[options.remat]()
     deadline = started + options.time_limit
@@ -220,7 +220,7 @@ def _name(mesh: MeshAxes) -> str:
 def _refine(results: Sequence[tuple[Search, Found]], budget: float, progress: Callable[[str], None]) -> None:
     """Of each mesh that may have the best answer, the fastest first, and as many as there is time for."""
     fastest = _fastest(results)
-    near = [r for r in sorted(results, key=lambda r: _fastest([r])) if _may_win(r[1], fastest, _ABREAST)]
+    near = [r for r in sorted(results, key=lambda r: _fastest([r])) if _may_win(r[1], fastest, ABREAST)]
     for number, (tried, found) in enumerate(near):
         if number and tried.out_of_time():
             return
@@ -274,21 +274,18 @@ def search(
     budget: float,
     options: Options,
     deadline: float,
-    rival: float = math.inf,
 ) -> Found:
-    """Search one mesh; ``rival``: seconds of the best plan on the meshes before."""
-    return prepared(step, remat, mesh, target, options, deadline, rival).run(budget, levels)
+    """Search one mesh."""
+    return prepared(step, remat, mesh, target, options, deadline).run(budget, levels)
 
 
-def prepared(
-    step: Step, remat: Remat, mesh: MeshAxes, target: Target, options: Options, deadline: float, rival: float = math.inf
-) -> Search:
+def prepared(step: Step, remat: Remat, mesh: MeshAxes, target: Target, options: Options, deadline: float) -> Search:
     """The search on one mesh, before it is run."""
     allowed = allowed_states(options.constraints, step.traced, step.groups, mesh)
     alike = fold(step.groups, {g: mask.tobytes() for g, mask in allowed.items()})
     program = Decided(step.groups, alike, step.known_early, step.late_only)
     work = options.time_limit * WORK_PER_SECOND
-    return Search(program, remat, mesh, target.chip, allowed, deadline, work, rival)
+    return Search(program, remat, mesh, target.chip, allowed, deadline, work)
 
 
 def _mesh_in_step(step: Step) -> dict[str, int] | None:

@@ -3,7 +3,7 @@
     python scripts/bench_meshes.py [--models "moe,dlrm"] [--targets v5e:8x8,h100:64] [--out scripts/results/meshes]
 
 Each model is planned on all meshes of a target under budgets of what the best answer takes and half of that: refining those
-that are not far behind (``planner.BEHIND``, ``_ABREAST``), and refining every one. Writes a JSON file and a table.
+that are not far behind (``planner.BEHIND``, ``ABREAST``), and refining every one. Writes a JSON file and a table.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from jaxauto.targets.target import resolve
 TARGETS = ("v5e:8x8", "h100:64")
 SHARES = (1.0, 0.5)  # of the memory of the best answer
 FAMILIES = ("decoder scan", "decoder unrolled", "moe", "ssm", "encoder-decoder", "lstm", "dlrm", "unet")
-BEHIND = planner.BEHIND, planner._ABREAST
+BEHIND = planner.BEHIND, planner.ABREAST
 EVERY = math.inf, math.inf
 
 
 def searched(step: planner.Step, target: str, budget: float, behind: tuple[float, float]) -> tuple[planner.Solved | None, float]:
     """The answer, None if there is none, and processor seconds."""
-    planner.BEHIND, planner._ABREAST, started = *behind, time.process_time()
+    planner.BEHIND, planner.ABREAST, started = *behind, time.process_time()
     try:
         solved = planner.searched(step, resolve(target), budget, Options(target=target), lambda _: None)
     except InfeasibleError:

@@ -69,7 +69,7 @@ def test_meshes_that_are_far_behind_are_not_refined_and_nothing_is_lost(monkeypa
     assert 0 < len(here) < len(some.meshes)
     refined.clear()
     monkeypatch.setattr(planner, "BEHIND", math.inf)
-    monkeypatch.setattr(planner, "_ABREAST", math.inf)
+    monkeypatch.setattr(planner, "ABREAST", math.inf)
     every = search(budget)
     assert set(refined) == set(every.meshes) > here
     assert some.best.seconds == pytest.approx(every.best.seconds, rel=1e-6)
@@ -77,7 +77,7 @@ def test_meshes_that_are_far_behind_are_not_refined_and_nothing_is_lost(monkeypa
 
 def test_planning_again_under_less_memory_leaves_slow_meshes_out_and_keeps_rewritten_programs(free):
     budget, slowest = 0.6 * free.best.peak_bytes, max(free.meshes, key=lambda name: free.meshes[name])
-    behind = {**free.meshes, slowest: planner._ABREAST * 1.01 * free.best.seconds}
+    behind = {**free.meshes, slowest: planner.ABREAST * 1.01 * free.best.seconds}
     again = search(budget, dataclasses.replace(free, meshes=behind))
     assert set(again.meshes) == {*free.meshes} - {slowest}
     assert again.remat is free.remat

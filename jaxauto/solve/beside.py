@@ -16,7 +16,7 @@ from jaxauto.cost.compute import factor_dims
 from jaxauto.cost.turning import turned
 from jaxauto.graph import value_bytes, walk
 from jaxauto.groups import Edge, Operand, Operation
-from jaxauto.solve.facts import operation_runs, viewed
+from jaxauto.solve.facts import viewed
 from jaxauto.solve.positions import edge_layout, moved_share
 from jaxauto.solve.put_off import held_for_gradients
 from jaxauto.solve.turns import Row, beside_loops, beside_results, cut_results, in_order, update_begins
@@ -64,7 +64,7 @@ def _collected(rows: list[Row]) -> Beside:
     pairs: list[tuple[int, int, np.ndarray]] = []
     which = []
     for _, _, i, j, table in rows:
-        key = i, j, id(table if table.base is None else table.base)
+        key = i, j, table.__array_interface__["data"], table.shape, table.strides  # one array, however often its view was taken
         if key not in index:
             index[key] = len(pairs)
             pairs.append((i, j, table))
@@ -75,7 +75,7 @@ def _collected(rows: list[Row]) -> Beside:
 
 def _of_results(model: Model) -> Iterator[Row]:
     """What lies beside results as operations make them."""
-    for op, node in operation_runs(model.variant, model.groups):
+    for op, node in model.variant.operations:
         at = model.buffers.position.get(node.id)
         for o in op.results if at is not None else ():
             v, g = model.var("operation", op.node.id), model.var("group", o.group)
@@ -173,7 +173,7 @@ def shared_operands(model: Model) -> list[tuple[int, int, tuple[int, ...], int, 
     """(value as written, group that it is resharded to, its dimensions there, positions of the first and the last operation that reads it
     there)."""
     found: dict[tuple[int, int], tuple[int, tuple[int, ...], int, int]] = {}
-    for op, node in operation_runs(model.variant, model.groups):
+    for op, node in model.variant.operations:
         at = model.buffers.position.get(node.id)
         for o in op.operands if at is not None else ():
             if at is not None and o.group != model.groups.place[o.value][0]:

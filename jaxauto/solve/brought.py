@@ -16,7 +16,7 @@ from jaxauto.cost.compute import factor_dims
 from jaxauto.cost.layout import minor_dims, padding
 from jaxauto.cost.onchip import capacity
 from jaxauto.graph import value_bytes, walk
-from jaxauto.solve.facts import operation_runs, viewed
+from jaxauto.solve.facts import viewed
 from jaxauto.strategies import WHOLE, project, shards
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Arrivals:
         index: dict[Way, int] = {}
         rows = [
             (index.setdefault(read.way, len(index)), where[node.id], read.whole, written.at_most(node.inputs[read.place]))
-            for op, node in operation_runs(model.variant, model.groups)
+            for op, node in model.variant.operations
             for read in (reads[op.node.id] if node.id in where else ())
         ]
         self.ways = list(index)

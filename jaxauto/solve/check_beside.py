@@ -14,7 +14,6 @@ from jaxauto.groups import Operand, Operation
 from jaxauto.solve.beside import FILLED, made_early, passed_edges, shared_operands
 from jaxauto.solve.check_ring import padding
 from jaxauto.solve.check_turns import copies_of_results, is_turned, made_whole
-from jaxauto.solve.facts import operation_runs
 from jaxauto.solve.put_off import put_off
 from jaxauto.solve.stacked import readings
 from jaxauto.solve.turns import update_begins
@@ -44,7 +43,7 @@ def brought(answer: Answer) -> Iterator[tuple[int, float]]:
     """(position, bytes of one device) of what operands become in another sharding, and of what is written for that."""
     model, most, slices = answer.model, capacity(answer.model.chip), _slices(answer)
     index = {int(n): k for k, n in enumerate(model.buffers.ids)}
-    for op, node in operation_runs(model.variant, model.groups):
+    for op, node in model.variant.operations:
         at = model.buffers.position.get(node.id)
         for o in op.operands if at is not None else ():
             here, there = answer.holder(o), answer.operand(op, o)
@@ -88,7 +87,7 @@ def _of_results(answer: Answer) -> Iterator[tuple[int, int, float]]:
     """Sums before they are scattered, what windowed einsums copy, and what is filled with zeros long before it is scattered into."""
     model = answer.model
     least = capacity(model.chip) if model.mesh.windows else 0.0
-    for op, node in operation_runs(model.variant, model.groups):
+    for op, node in model.variant.operations:
         at = model.buffers.position.get(node.id)
         for o in op.results if at is not None else ():
             here, there = answer.operand(op, o), answer.holder(o)

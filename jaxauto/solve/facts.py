@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Container, Iterator, Mapping, Set
 from typing import Any
 
 import numpy as np
 
-from jaxauto.core import Graph, Kind, Node, Value
+from jaxauto.core import Graph, Kind, Value
 from jaxauto.cost.windowed import is_view
 from jaxauto.graph import HOST, multiplicity, value_bytes, walk
 from jaxauto.groups import WHOLE, Groups, Operand, Operation
@@ -73,22 +72,6 @@ def buffer_runs(variant: Variant, groups: Groups) -> np.ndarray:
     return runs
 
 
-@functools.lru_cache(maxsize=1)
-def operation_runs(variant: Variant, groups: Groups) -> tuple[tuple[Operation, Node], ...]:
-    """Each operation as often as the rewritten program has it: (as written, the node there, which may be a copy)."""
-    return tuple(_operation_runs(variant, groups))
-
-
-def _operation_runs(variant: Variant, groups: Groups) -> Iterator[tuple[Operation, Node]]:
-    written, origin = groups.graph.values, variant.rewritten.origin
-    operations = {op.node.id: op for op in groups.operations}
-    for node in walk(variant.rewritten.graph):
-        made = written.get(origin.get(node.outputs[0], node.outputs[0])) if node.outputs else None
-        op = operations.get(made.producer.id) if made is not None and made.producer is not None else None
-        if op is not None and op.node.prim == node.prim:
-            yield op, node
-
-
 def straight_gradients(groups: Groups, late_only: Set[int]) -> Iterator[tuple[Operation, Operand]]:
     """Weight gradients of the straight program, by what makes them. ``late_only``: values that nothing but the update reads."""
     straight = {node.id for node in groups.graph.nodes}
@@ -107,7 +90,7 @@ def viewed(groups: Groups, rewritten: Rewritten, number: Any, held: Container[in
     return number
 
 
-def read_together(variant: Variant, groups: Groups, weights: Set[int]) -> dict[tuple[int, int], int]:
+def read_together(variant: Variant, weights: Set[int]) -> dict[tuple[int, int], int]:
     """(node, value) of what recomputed operations read and operations of the backward pass read too: it is gathered once for both;
     and how often in a step.
 
@@ -115,7 +98,7 @@ def read_together(variant: Variant, groups: Groups, weights: Set[int]) -> dict[t
     in the same sharding. In straight code a barrier parts them, see ``recompute.py``; in loops nothing does.
     """
     rewritten = variant.rewritten
-    runs, times = operation_runs(variant, groups), multiplicity(rewritten.graph)
+    runs, times = variant.operations, multiplicity(rewritten.graph)
     backward = {node.id for op, node in runs if op.node.backward}
     found: dict[tuple[int, int], int] = {}
     for op, node in runs:

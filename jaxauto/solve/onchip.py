@@ -11,8 +11,7 @@ import numpy as np
 from jaxauto.cost.liveness import Beside
 from jaxauto.cost.onchip import Near, Placed, Side, capacity, place
 from jaxauto.graph import value_bytes
-from jaxauto.groups import Groups, Operation
-from jaxauto.solve.facts import operation_runs
+from jaxauto.groups import Operation
 from jaxauto.solve.remat import Variant
 
 
@@ -26,13 +25,13 @@ class OnChip:
     again: Near = field(default_factory=Near)
 
 
-def place_on_chip(variant: Variant, groups: Groups, chip: Any, devices: int) -> OnChip:
+def place_on_chip(variant: Variant, chip: Any, devices: int) -> OnChip:
     """What of a variant stays on chip, on ``devices`` that share all evenly."""
     if not capacity(chip):
         none = np.zeros(len(variant.buffers.ids))
         return OnChip(none, none > 0)
     graph, origin = variant.rewritten.graph, variant.rewritten.origin
-    made = {node.id: op for op, node in operation_runs(variant, groups)}
+    made = {node.id: op for op, node in variant.operations}
     copies = {node for node, op in made.items() if node != op.node.id}
     placed = place(graph, {n: op.rule for n, op in made.items()}, variant.buffers, chip, devices)
     tables = Near({}, {}, {}), Near({}, {}, {})

@@ -57,7 +57,7 @@ class Problem:
     sizes: list[int]
     unary: dict[str, dict[int, np.ndarray]]
     pairs: dict[str, dict[tuple[int, int], np.ndarray]]
-    exposed_share: float = 0.0  # ε
+    exposed_share: float  # ε
     rows: list[MemoryRow] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 

@@ -22,7 +22,7 @@ from jaxauto.cost.compute import bytes_per_flop, ops_per_byte, unsplit_seconds
 from jaxauto.cost.fusion import find_buffers
 from jaxauto.cost.liveness import Buffers
 from jaxauto.graph import value_bytes, walk
-from jaxauto.groups import Groups
+from jaxauto.groups import Groups, Operation
 from jaxauto.reruns import Remade, everything_in, find_reruns, with_bodies
 from jaxauto.rewrite.hoist import hoist
 from jaxauto.rewrite.narrow import narrow
@@ -75,6 +75,7 @@ class Variant:
       buffers: its buffers; ``origin[k]`` is the value as written that buffer k is a copy of, ``stacked[k]`` whether it has one
         leading dimension more.
       extra: node id (as written) → how often it runs again in a step.
+      operations: each operation as often as the rewritten program has it: (as written, the node there, which may be a copy).
     """
 
     level: Level
@@ -83,6 +84,7 @@ class Variant:
     origin: np.ndarray
     stacked: np.ndarray
     extra: Mapping[int, int]
+    operations: tuple[tuple[Operation, Node], ...]
 
     @property
     def kept(self) -> Kept:
@@ -273,7 +275,16 @@ class Remat:
         origin = np.array([rewritten.origin.get(n, n) for n in ids], int)
         stacked = np.array([n in rewritten.stacked for n in ids], bool)
         buffers.bytes_[[n in rewritten.host for n in ids]] = 0.0
-        return Variant(level, rewritten, buffers, origin, stacked, self._extra(level, chosen))
+        return Variant(level, rewritten, buffers, origin, stacked, self._extra(level, chosen), tuple(self._operations_in(rewritten)))
+
+    def _operations_in(self, rewritten: Rewritten) -> Iterator[tuple[Operation, Node]]:
+        written, origin = self.graph.values, rewritten.origin
+        operations = {op.node.id: op for op in self.groups.operations}
+        for node in walk(rewritten.graph):
+            made = written.get(origin.get(node.outputs[0], node.outputs[0])) if node.outputs else None
+            op = operations.get(made.producer.id) if made is not None and made.producer is not None else None
+            if op is not None and op.node.prim == node.prim:
+                yield op, node
 
     def _extra(self, level: Level, chosen: Mapping[int, frozenset[int]]) -> dict[int, int]:
         """Node → how often it runs again in a step."""

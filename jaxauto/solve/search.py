@@ -72,11 +72,11 @@ class Search:
         allowed: Mapping[int, np.ndarray],
         deadline: float,
         work: float = math.inf,
-        rival: float = math.inf,
     ):
-        """``work``: entries of tables that may be made to close the gap (``tighten.py``); ``rival``: T of an answer on another mesh."""
+        """``work``: entries of tables that may be made to close the gap (``tighten.py``)."""
         self.program, self.remat, self.mesh, self.chip = program, remat, mesh, chip
-        self.allowed, self.deadline, self.work, self.rival = allowed, deadline, work, rival
+        self.allowed, self.deadline, self.work = allowed, deadline, work
+        self.rival = math.inf  # T of the best answer on other meshes
         self.cache: dict = {}
         self.levels: list[Level] = []
         self.bounds: dict[int, float] = {}
@@ -131,10 +131,12 @@ class Search:
         """Levels between those that ``look`` tried, and a first mixture of blocks, where anything fits."""
         if found.best is None:
             return
+        started = time.monotonic()
         for start in least_of_each(found.fitting, lambda c: replace(c.variant.level, kept=())):
             found.fitting += self._between(start, self.levels, budget_bytes)
         found.best = min(found.fitting, key=lambda c: c.seconds)
         self._mix(found, self._bases(found)[:1], 1, budget_bytes)
+        found.seconds_spent["closer"] = time.monotonic() - started
 
     def _between(self, best: Candidate, levels: list[Level], budget_bytes: float) -> Iterator[Candidate]:
         """Candidates of levels between and around ``levels``, which are added to it: where they are faster, sharded as the best is."""

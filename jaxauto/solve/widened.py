@@ -12,7 +12,7 @@ from jaxauto.core import MATRIX, Node
 from jaxauto.cost.compute import factor_dims
 from jaxauto.cost.widened import WIDE, Copy, Result, beside_dots, beside_result
 from jaxauto.groups import Operand, Operation
-from jaxauto.solve.facts import operation_runs, viewed
+from jaxauto.solve.facts import viewed
 from jaxauto.solve.turns import Row, in_order
 from jaxauto.strategies import project, shards
 
@@ -25,7 +25,7 @@ class Widened:
 
     def __init__(self, model: Model):
         rewritten = model.variant.rewritten
-        runs = [(op, node) for op, node in operation_runs(model.variant, model.groups) if op.rule.kind in MATRIX]
+        runs = [(op, node) for op, node in model.variant.operations if op.rule.kind in MATRIX]
         self.operations = {node.id: op for op, node in runs}
         view = partial(viewed, model.groups, rewritten, held=frozenset(model.buffers.ids.tolist()))
         found = beside_dots((node for _, node in runs), rewritten.graph.values, model.buffers, view)

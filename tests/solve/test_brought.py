@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 import jaxauto
 from jaxauto.cost.onchip import room
 from jaxauto.solve.check import check
-from jaxauto.solve.facts import operation_runs
 from jaxauto.solve.live import timeline
 
 MIB = 2**20
@@ -51,7 +50,7 @@ def test_recomputed_operations_have_their_operands_brought_too(remat):
     model = best.model
     held = model.arrivals.timeline(best.x, model.buffers.length)
     weights = {x for x in model.groups.graph.inputs if model.values[x].shape == (WIDE, WIDE)}
-    runs = [(op, node) for op, node in operation_runs(model.variant, model.groups) if weights & set(op.node.inputs)]
+    runs = [(op, node) for op, node in model.variant.operations if weights & set(op.node.inputs)]
     copies = [node for op, node in runs if node.id != op.node.id]
     assert bool(copies) == (remat == "auto")
     assert all(held[model.buffers.position[n.id]] >= 16 * MIB for _, n in runs)

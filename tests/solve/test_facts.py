@@ -43,7 +43,7 @@ def everything_again(remat):
 def test_recomputed_and_backward_matmuls_read_one_gathered_weight(planned):
     remat, weights = planned
     variant, values = everything_again(remat), remat.graph.values
-    pairs = read_together(variant, remat.groups, weights)
+    pairs = read_together(variant, weights)
     again = {op.node.id for op in remat.groups.operations if variant.extra.get(op.node.id)}
     assert again and {node for node, _ in pairs} == again
     assert {values[x].shape for _, x in pairs} == {(WIDTH, WIDTH)}
@@ -51,7 +51,7 @@ def test_recomputed_and_backward_matmuls_read_one_gathered_weight(planned):
 
 def test_nothing_is_read_together_where_nothing_is_recomputed(planned):
     remat, weights = planned
-    assert read_together(remat.variant(remat.levels()[0]), remat.groups, weights) == {}
+    assert read_together(remat.variant(remat.levels()[0]), weights) == {}
 
 
 def test_a_stack_is_made_once_for_all_trips(planned):
