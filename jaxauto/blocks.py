@@ -14,7 +14,6 @@ from functools import cached_property
 from itertools import pairwise
 
 from jaxauto.core import Graph, Literal, Node, Value
-from jaxauto.graph import value_bytes
 from jaxauto.segments import Stretch, cut
 
 # Made from arguments and constants by these alone, a value is cheap to make again and belongs to whoever uses it.
@@ -208,7 +207,7 @@ def _segments(graph: Graph, core: list[Node], residual: set[int], pairs: set[int
         for out in node.outputs:
             value = values[out]
             last = max((index[u.id] for u in value.users if u.id in index), default=k)
-            weight = value_bytes(value)
+            weight = value.nbytes
             if last > k:
                 spans.append((k, last))
                 weights.append(weight)
@@ -288,7 +287,7 @@ def _pair(graph: Graph, forward: Node, phase: dict[int, int]) -> Block | None:
     for y in stacked:
         for user in {u.id: u for u in values[y].users}.values():
             if _is_backward_of(forward, user, phase):
-                eaten[user.id] = eaten.get(user.id, 0.0) + value_bytes(values[y])
+                eaten[user.id] = eaten.get(user.id, 0.0) + values[y].nbytes
                 scans[user.id] = user
     if not eaten:
         return None

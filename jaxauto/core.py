@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxauto import compat
+
 Sharding = tuple[tuple[str, ...], ...]
 
 
@@ -155,6 +157,17 @@ class Value:
     @functools.cached_property
     def elements(self) -> int:
         return math.prod(self.aval.shape)
+
+    @functools.cached_property
+    def nbytes(self) -> float:
+        """Bytes of the whole array, unsharded; an element of int4 is half a byte."""
+        return float(self.elements) * compat.itemsize(self.dtype)
+
+    def copied(self) -> Value:
+        """The same array in another program, where nothing makes or reads it yet."""
+        copy = object.__new__(Value)  # with what is known of its size; __init__ would be a large part of a rewriting
+        copy.__dict__.update(self.__dict__, producer=None, users=[])
+        return copy
 
 
 class LinkKind(enum.Enum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from jaxauto.core import OPERATIONS, Graph, LinkKind, OpRule, Value
-from jaxauto.graph import value_bytes, walk
+from jaxauto.graph import walk
 
 # Compilers make what comes of these again inside whatever reads it.
 # fmt: off
@@ -50,7 +50,7 @@ def data_dependent(graph: Graph, inputs: Sequence[int]) -> set[int]:
 
 def is_spread(values: Mapping[int, Value], number: int) -> bool:
     """Whether a value is made of less than half its bytes, by cheap elementwise equations and broadcasts alone: a mask, zeros."""
-    budget, wanted, seen = value_bytes(values[number]) / 2, [number], {number}
+    budget, wanted, seen = values[number].nbytes / 2, [number], {number}
     while wanted:
         value = values[wanted.pop()]
         node = value.producer
@@ -59,7 +59,7 @@ def is_spread(values: Mapping[int, Value], number: int) -> bool:
             wanted += fresh
             seen |= fresh
             continue
-        budget -= value_bytes(value)
+        budget -= value.nbytes
         if budget < 0:
             return False
     return True

@@ -39,11 +39,6 @@ def multiplicity(graph: Graph) -> dict[int, int]:
     return times
 
 
-def value_bytes(value: Value) -> float:
-    """Bytes of one array, unsharded."""
-    return float(value.elements) * compat.itemsize(value.dtype)
-
-
 class _Builder:
     def __init__(self):
         self.values: dict[int, Value] = {}

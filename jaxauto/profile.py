@@ -21,7 +21,7 @@ from jaxauto.cost.liveness import live_bytes
 from jaxauto.cost.onchip import in_hbm, place
 from jaxauto.cost.widened import live_beside_dots
 from jaxauto.errors import ArgumentError
-from jaxauto.graph import build, multiplicity, value_bytes, walk
+from jaxauto.graph import build, multiplicity, walk
 from jaxauto.groups import find_groups
 from jaxauto.passes import PASSES, label_passes
 from jaxauto.profile_memory import Memory, Profiled, node_name
@@ -269,7 +269,7 @@ class _Profiler:
         program, memory = self.program, Memory(self.program, self.phase)
         timeline = memory.timeline()
         phases = self.phases(nodes, costs)
-        in_bytes = [value_bytes(self.values[n]) / program.pieces(n) for n in self.graph.inputs]
+        in_bytes = [self.values[n].nbytes / program.pieces(n) for n in self.graph.inputs]
         return Profile(
             name=name,
             flops=sum(p.flops for p in phases.values()),
@@ -338,7 +338,7 @@ class _Profiler:
     def output_bytes(self, x: int | Literal) -> float:
         if isinstance(x, Literal):
             return float(np.asarray(x.value).nbytes)
-        return value_bytes(self.values[x]) / self.program.pieces(x)
+        return self.values[x].nbytes / self.program.pieces(x)
 
 
 def _operand_dtype(node: Node, values: Mapping[int, Any]) -> Any:

@@ -13,7 +13,7 @@ from jaxauto.cost.compute import ops_per_byte, traffic_seconds
 from jaxauto.cost.fusion import find_buffers
 from jaxauto.cost.liveness import Buffers
 from jaxauto.cost.onchip import Near, capacity
-from jaxauto.graph import value_bytes, walk
+from jaxauto.graph import walk
 from jaxauto.profile_memory import Profiled
 
 
@@ -50,7 +50,7 @@ class Traffic:
         fits = capacity(self.chip) if near != Near() else 0.0
         arrays = (*((x, near.read) for x in node.inputs), *((x, near.written) for x in node.outputs))
         far = [x for x, known in arrays if isinstance(x, int) and known.get((node.id, x), math.inf) / self.program.pieces(x) > fits]
-        whole = sum(value_bytes(self.values[x]) / self.program.pieces(x) * padded(x) for x in far)
+        whole = sum(self.values[x].nbytes / self.program.pieces(x) * padded(x) for x in far)
         return whole if rule.bytes_ is None else min(whole, rule.bytes_ / share)
 
     def _off_chip(self, placed: Any) -> Buffers:
@@ -78,7 +78,7 @@ def _by_node(program: Profiled, buffers: Buffers, weight: Callable[[int], float]
             if x in index:
                 bytes_ += size[x] * float(buffers.reads[index[x]]) / readers[x]
             elif values[x].producer is None:  # a slice or a constant of a loop; any other is fused into a dot
-                bytes_ += value_bytes(values[x]) * weight(x) / program.pieces(x)
+                bytes_ += values[x].nbytes * weight(x) / program.pieces(x)
         made = (x for x in node.outputs if x in index)
         total[node.id] = bytes_ + sum(
             size[x] * (buffers.written[index[x]] + (0.0 if x in readers else buffers.reads[index[x]])) for x in made

@@ -25,6 +25,7 @@ GAPS = {"tpu": 1.9}  # largest arrays
 _FINER = 24  # answers between the levels that are looked at
 # Of a step's time that room may take: what is over the budget by its gaps mostly runs, in the share of memory left out of it.
 _DEAREST = 0.03
+_NEAR = 1e-3  # of a step's time: an answer with room that is nearer than this to the best one is taken as it is
 
 
 def heap_gaps(candidate: Candidate) -> float:
@@ -78,8 +79,12 @@ def with_room(solved: Any, budget: float, options: Any, progress: Callable[[str]
 
 def _with_room(solved: Any, budget: float, options: Any) -> Candidate | None:
     """The fastest answer with room that is known of when the best one is."""
+    order = lambda c: (c.seconds, c.peak_bytes)  # noqa: E731
+    known = min((c for c in solved.fitting if has_room(c, budget)), key=order, default=None)
+    if known is not None and known.seconds <= solved.best.seconds * (1 + _NEAR):
+        return known
     pool = [c for c in (*solved.fitting, *between(solved, options, _FINER)) if has_room(c, budget)]
-    return min(pool, key=lambda c: (c.seconds, c.peak_bytes), default=None)
+    return min(pool, key=order, default=None)
 
 
 def between(solved: Any, options: Any, count: int) -> list[Candidate]:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from jaxauto.blocks import Block, closure
 from jaxauto.core import Split, Trips
-from jaxauto.graph import value_bytes
 from jaxauto.plan import RematDecision
 from jaxauto.solve.candidate import Candidate
 from jaxauto.solve.remat import Remat
@@ -51,14 +50,14 @@ def _of_part(remat: Remat, best: Candidate, b: int, block: Block, part: Trips, o
                 action="recomputed" if dropped else "offloaded" if number in offloaded else "kept",
                 shape=value.shape if block.count == 1 else (block.count, *value.shape),
                 dtype=str(value.dtype),
-                bytes_=value_bytes(value) / pieces * block.count,
+                bytes_=value.nbytes / pieces * block.count,
                 seconds=seconds,
                 source=node.source if node else "",
             )
         )
     for number in block.carries if nested else ():
         value, segments = remat.graph.values[number], block.count // part.segments[0]
-        name, bytes_ = f"{block.name}: carry of every segment", value_bytes(value) / _pieces(best, number) * segments
+        name, bytes_ = f"{block.name}: carry of every segment", value.nbytes / _pieces(best, number) * segments
         found.append(RematDecision(name, "kept", (segments, *value.shape), str(value.dtype), bytes_, 0.0))
     return found
 
@@ -66,7 +65,7 @@ def _of_part(remat: Remat, best: Candidate, b: int, block: Block, part: Trips, o
 def _of_state(remat: Remat, best: Candidate, in_paths: Sequence[str]) -> list[RematDecision]:
     there = ((path, n) for path, n in zip(in_paths, remat.graph.inputs, strict=True) if n in best.variant.offloaded)
     values = ((path, remat.graph.values[n], _pieces(best, n)) for path, n in there)
-    return [RematDecision(f"state: {path}", "offloaded", v.shape, str(v.dtype), value_bytes(v) / pieces, 0.0) for path, v, pieces in values]
+    return [RematDecision(f"state: {path}", "offloaded", v.shape, str(v.dtype), v.nbytes / pieces, 0.0) for path, v, pieces in values]
 
 
 def _pieces(best: Candidate, number: int) -> float:

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from jaxauto.core import MATRIX, Kind, Node, OpRule, Value
 from jaxauto.cost.liveness import Beside
 from jaxauto.cost.patterns import ROW, is_deep, is_flat, lanes_filled
-from jaxauto.graph import value_bytes
 
 FUSING = MATRIX
 _APART = FUSING | {Kind.GATHER, Kind.SCATTER, Kind.OPAQUE}
@@ -304,7 +303,7 @@ class Clusters:
         return self.values[summed].elements / max(1, value.elements) if isinstance(summed, int) else 1.0
 
     def _charge(self, cluster: _Cluster, result: Found) -> None:
-        node, bytes_ = cluster.node, lambda n: value_bytes(self.values[n])
+        node, bytes_ = cluster.node, lambda n: self.values[n].nbytes
         rule, lanes = self.rules[node.id], lanes_filled(node)
         own = sum(bytes_(x) for x in (*node.inputs, *node.outputs) if isinstance(x, int))
         written: dict[int, float] = {}

@@ -13,7 +13,6 @@ import numpy as np
 from jaxauto.core import MATRIX, Kind, Node, Value
 from jaxauto.cost.layout import padding
 from jaxauto.cost.onchip import Near, Side, capacity
-from jaxauto.graph import value_bytes
 from jaxauto.groups import WHOLE, Operand, Operation
 from jaxauto.strategies import project, shards
 
@@ -69,7 +68,7 @@ def _beside_seconds(side: Side, op: Operation, values: dict, state: np.ndarray, 
     """
     arrays = (*op.operands, *op.results)
     pieces = [shards(project(state, factor_dims(op, o)), axis_sizes) for o in arrays]
-    own = sum(value_bytes(values[o.value]) / p for o, p in zip(arrays, pieces, strict=True))
+    own = sum(values[o.value].nbytes / p for o, p in zip(arrays, pieces, strict=True))
     moved = sum(bytes_ / pieces[k] for k, bytes_ in side.bytes_)
     hidden = np.maximum(0.0, operation_flops(op) * bytes_per_flop(chip) / side.lanes / shards(state, axis_sizes) - own)
     return traffic_seconds(np.maximum(moved - hidden, 0.0) - side.exposed * moved, chip)
@@ -77,7 +76,7 @@ def _beside_seconds(side: Side, op: Operation, values: dict, state: np.ndarray, 
 
 def unsplit_seconds(node: Node, op: Operation | None, values: Mapping[int, Value], chip: Any) -> float:
     """Seconds of one run of a whole node, ``op`` if it is an operation: a roofline."""
-    seconds = float(traffic_seconds(sum(value_bytes(values[x]) for x in {*node.inputs, *node.outputs} if isinstance(x, int)), chip))
+    seconds = float(traffic_seconds(sum(values[x].nbytes for x in {*node.inputs, *node.outputs} if isinstance(x, int)), chip))
     if op is None or op.rule.kind not in MATRIX:
         return seconds
     return max(seconds, operation_flops(op) / (chip.flops_efficiency * chip.peak_flops(values[op.operands[0].value].dtype)))
@@ -93,7 +92,7 @@ def operand_bytes(operand: Operand, op: Operation, values: dict, state: np.ndarr
     """Bytes that one device has of an operand or result, tiles filled, for each state: ``float [states]``."""
     value, place = values[operand.value], project(state, factor_dims(op, operand))
     padded = padding(place, value.shape, may_be_minor(op, operand), axis_sizes, chip.tile) if chip.tile else 1.0
-    return value_bytes(value) / shards(place, axis_sizes) * padded
+    return value.nbytes / shards(place, axis_sizes) * padded
 
 
 def matrix_seconds(op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any) -> np.ndarray:

@@ -29,7 +29,7 @@ from jaxauto.cost.order import in_donated, schedule
 from jaxauto.cost.patterns import is_bound, is_shared, is_shifted, is_softmax, is_strided, is_widening, keeps_exp, slides
 from jaxauto.cost.stacks import stack_passes
 from jaxauto.cost.widened import WIDE, Rounded, is_in_steps, is_looped, is_narrow
-from jaxauto.graph import value_bytes, walk
+from jaxauto.graph import walk
 from jaxauto.rewrite.away import fetched
 from jaxauto.rewrite.narrow import only_multiplied
 
@@ -160,10 +160,10 @@ class _Fusion:
         value = self.values[self.copied.get(number, number)]
         keeps = number in fixed or is_bound(value)
         if number in self.narrowed and not keeps:
-            return value_bytes(value) / 2
+            return value.nbytes / 2
         if self.rounded and number in self.copied:
             return float(WIDE * value.elements)
-        return self.rounded.bytes_of(value, self.reads.get(number, 0)) if self.rounded and not keeps else value_bytes(value)
+        return self.rounded.bytes_of(value, self.reads.get(number, 0)) if self.rounded and not keeps else value.nbytes
 
     def visit(self, graph: Graph, outputs: set[int], loose: set[int]) -> None:
         reads = (lambda node: self.kind(node) in _READS) if self.clusters else None
@@ -214,7 +214,7 @@ class _Fusion:
     def define(self, node: Node, number: int, kind: Kind, outputs: set[int]) -> None:
         value = self.values[number]
         operands = [x for x in node.inputs if isinstance(x, int)]
-        roots = frozenset().union(*map(self.roots, operands))
+        roots = self.roots(operands[0]) if len(operands) == 1 else frozenset().union(*map(self.roots, operands))
         inside = self.kernels is not None and kind is Kind.REDUCE and self.kernels.is_inside(node, number, outputs, self.virtual)
         fused = [] if (writes := kind in _WRITES and not inside) else [x for x in operands if x in self.virtual]
         dear = kind in self.made_once or (self.rounded is not None and self.rounded.is_made_once(node, value))
@@ -299,19 +299,20 @@ class _Fusion:
             return dots > 1 and is_shared(value, roots, self.values, dots, heavy=heavy, ops_per_byte=rate)
         if not user.bodies or any(link.source == value.id and link.kind is not LinkKind.CONST for link in user.links):
             return True
-        return 2 * sum(value_bytes(self.values[r]) for r in roots) > value_bytes(value)
+        return 2 * sum(self.values[r].nbytes for r in roots) > value.nbytes
 
     def fans_out(self, value: Value, roots: frozenset[int]) -> bool:
         if value.id in self.summed:
             return True
         if sum(self.clusters is None or self.kind(u) not in FUSING for u in value.users) < 2:
             return False
-        wide = [value_bytes(self.values[r]) for r in roots if 2 * self.values[r].elements >= value.elements]
-        moves_more = len(wide) > 1 and (self.clusters is None or sum(wide) > value_bytes(value))
+        wide = [self.values[r].nbytes for r in roots if 2 * self.values[r].elements >= value.elements]
+        moves_more = len(wide) > 1 and (self.clusters is None or sum(wide) > value.nbytes)
         return value.id in self.costly or moves_more or len(roots) > _MAX_ROOTS
 
     def roots(self, number: int) -> frozenset[int]:
-        return self.virtual.get(number, frozenset((number,)))
+        made_of = self.virtual.get(number)
+        return frozenset((number,)) if made_of is None else made_of
 
     def touch(self, number: int, at: int) -> None:
         if number in self.start:

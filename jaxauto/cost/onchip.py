@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule
 from jaxauto.cost.liveness import Buffers
-from jaxauto.graph import value_bytes, walk
+from jaxauto.graph import walk
 
 RESERVED = 16 * 2**20  # bytes of on-chip memory for what runs: the default of xla_tpu_scoped_vmem_limit_kib
 _PATIENCE = 10.0  # times that it takes to copy on-chip memory full: no longer between two uses
@@ -208,7 +208,7 @@ class _Placement:
 
     def _moved(self, node: Node, rule: OpRule) -> float:
         passed = (x for x in (*node.inputs, *node.outputs) if isinstance(x, int))
-        return rule.bytes_ if rule.bytes_ is not None else sum(value_bytes(self.graph.values[x]) for x in passed)
+        return rule.bytes_ if rule.bytes_ is not None else sum(self.graph.values[x].nbytes for x in passed)
 
     # ----------------------------------------------------------------------------------------------------------------- times
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxauto.core import Kind, Node, OpRule, Value
-from jaxauto.graph import value_bytes
 
 ROW = 4096  # elements: a softmax over as many does not fuse with the dot that makes its operand
 LONG = 4096  # elements: over more it writes no exp either
@@ -66,7 +65,7 @@ def lanes_filled(node: Node) -> float:
 def is_widening(node: Node, values: Mapping[int, Value]) -> bool:
     """A conversion to a type of more bytes."""
     (x,), (out,) = node.inputs[:1], node.outputs[:1]
-    return node.prim == "convert_element_type" and isinstance(x, int) and value_bytes(values[x]) < value_bytes(values[out])
+    return node.prim == "convert_element_type" and isinstance(x, int) and values[x].nbytes < values[out].nbytes
 
 
 def is_softmax(value: Value, sums: Sequence[Node]) -> bool:
@@ -155,5 +154,5 @@ def is_shared(
     """
     if is_turned(value, roots, values):
         return True
-    wide, quick = sum(value_bytes(values[r]) for r in roots), ops_per_byte > _QUICK
-    return (heavy and not quick) or dots * wide > (_WORTH_QUICK if quick else _WORTH) * (wide + (dots + 1) * value_bytes(value))
+    wide, quick = sum(values[r].nbytes for r in roots), ops_per_byte > _QUICK
+    return (heavy and not quick) or dots * wide > (_WORTH_QUICK if quick else _WORTH) * (wide + (dots + 1) * value.nbytes)

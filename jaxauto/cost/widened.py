@@ -22,7 +22,7 @@ import numpy as np
 from jaxauto.core import MATRIX, Graph, Kind, Node, OpRule, Value
 from jaxauto.cost.liveness import Buffers
 from jaxauto.cost.patterns import makes_view
-from jaxauto.graph import value_bytes, walk
+from jaxauto.graph import walk
 
 NARROW = frozenset({"bfloat16", "float16"})
 WIDE = 4  # bytes
@@ -39,8 +39,8 @@ class Rounded:
     def bytes_of(self, value: Value, readers: float) -> float:
         """Bytes of a value's buffer, of no argument's, result's or loop's; ``readers``: fused equations that read it."""
         if value.producer is not None and is_looped(value.producer):
-            return 2.0 * value_bytes(value)  # two words for each
-        return float(WIDE * value.elements if is_narrow(value) and self._stays_wide(value, readers) else value_bytes(value))
+            return 2.0 * value.nbytes  # two words for each
+        return float(WIDE * value.elements if is_narrow(value) and self._stays_wide(value, readers) else value.nbytes)
 
     def is_made_once(self, node: Node, value: Value) -> bool:
         """Whether a result is made once for all that read it, as transcendentals are: a quotient, or what has to be rounded."""

@@ -8,7 +8,7 @@ The cost model sees programs so; what is applied is left as it is.
 from __future__ import annotations
 
 from jaxauto.core import Graph, Node
-from jaxauto.graph import value_bytes, walk
+from jaxauto.graph import walk
 from jaxauto.rewrite.program import Program, Rewritten, read_as, renamed
 
 
@@ -44,7 +44,7 @@ def _conversions(program: Program, scan: Node) -> list[tuple[int, Node]]:
     (body,) = scan.bodies
     carries = range(scan.num_consts, scan.num_consts + scan.num_carry)
     place = {inner: k for k, inner in enumerate(body.inputs) if k not in carries and isinstance(scan.inputs[k], int)}
-    size = lambda n: value_bytes(program.values[n])  # noqa: E731
+    size = lambda n: program.values[n].nbytes  # noqa: E731
     return [
         (place[node.inputs[0]], node)
         for node in body.nodes

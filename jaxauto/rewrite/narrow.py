@@ -33,7 +33,8 @@ def only_multiplied(graph: Graph) -> frozenset[int]:
 
 def narrow(rewritten: Rewritten) -> Rewritten:
     """The same program with a conversion of what scans give their bodies to multiply in the default precision."""
-    if not any(_narrows(node) for node in walk(rewritten.graph)):
+    nodes = list(walk(rewritten.graph))
+    if not any(node.prim == "scan" for node in nodes) or not any(_narrows(node) for node in nodes):
         return rewritten
     program = Program.after(rewritten)
     bodies = [body for node in walk(program.top) if node.prim == "scan" for body in node.bodies]

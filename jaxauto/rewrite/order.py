@@ -21,7 +21,7 @@ from collections.abc import Sequence, Set
 import jax.numpy as jnp
 
 from jaxauto.core import Graph, Node
-from jaxauto.graph import BarrierEqn, value_bytes
+from jaxauto.graph import BarrierEqn
 from jaxauto.rewrite.program import Program, Rewritten, cotangent_at, read_as, readers_of, renamed, ripeness
 
 _SMALL = 1 << 20  # bytes: a larger result is not held back from where the compiler wants to make it
@@ -114,7 +114,7 @@ class _Order:
         """What is returned of the forward pass alone."""
         forward = itertools.takewhile(lambda node: not node.backward, self.graph.nodes)
         returned = {out for node in forward for out in node.outputs}.intersection(original.outputs)
-        return {x for x in returned if self._floating(x) and value_bytes(self.values[x]) <= _SMALL}
+        return {x for x in returned if self._floating(x) and self.values[x].nbytes <= _SMALL}
 
     def _loop(self, node: Node, made: list[int]) -> list[int]:
         """The largest cotangent that a loop begins with, and the gradients made before it."""
@@ -127,7 +127,7 @@ class _Order:
             x for x in node.inputs if isinstance(x, int) and self.ripe.get(x, -1) >= 0 and self.values[x].shape and self._floating(x)
         ]
         backward = [x for x in waiting if (p := self.values[x].producer) is not None and p.backward]
-        return sorted(backward, key=lambda x: value_bytes(self.values[x]))
+        return sorted(backward, key=lambda x: self.values[x].nbytes)
 
     def _early(self, node: Node, place: int) -> list[int]:
         """The smallest array that an early operation reads, and something no larger than its result that waits for the forward pass."""
@@ -135,9 +135,9 @@ class _Order:
         if not self.strays or node.prim not in _WRITTEN or not self.waits.isdisjoint(read):
             return []
         tie = cotangent_at(self.program, self.graph, place, self.phase, self.readers, self.position, self.ripe)
-        if not read or tie is None or value_bytes(self.values[tie]) > value_bytes(self.values[node.outputs[0]]):
+        if not read or tie is None or self.values[tie].nbytes > self.values[node.outputs[0]].nbytes:
             return []  # what passes a barrier is written for it
-        return [min(read, key=lambda x: value_bytes(self.values[x])), tie]
+        return [min(read, key=lambda x: self.values[x].nbytes), tie]
 
     def _floating(self, number: int) -> bool:
         return jnp.issubdtype(self.values[number].dtype, jnp.floating)

@@ -33,7 +33,7 @@ class Program:
     """A copy of a program that can be changed, with what has been added to it."""
 
     def __init__(self, graph: Graph):
-        self.values = {number: Value(number, value.aval) for number, value in graph.values.items()}
+        self.values = {number: value.copied() for number, value in graph.values.items()}
         self.written = graph.values  # of the program as it was
         self.origin: dict[int, int] = {}
         self.stacked: set[int] = set()
@@ -196,9 +196,10 @@ def cotangent_at(program: Program, graph: Graph, place: int, phase, readers, pos
     """
     read = {x for x in graph.nodes[place].inputs if isinstance(x, int)}
     made = {out: n for n in graph.nodes[max(0, place - 400) : place] for out in n.outputs if phase[n.id] % 2}
-    spread = {x for x in made if x in program.written and is_spread(program.written, x)}
-    live = [x for x in made if (x in read or max(readers.get(x, (-1,))) >= place) and ripe[x] >= 0 and x not in spread]
-    if live:
-        return max(live, key=lambda x: (ripe[x], x in read, bool(program.values[x].shape), position[made[x].id]))
+    live = [x for x in made if (x in read or readers.get(x, (-1,))[-1] >= place) and ripe[x] >= 0]
+    best_first = sorted(live, key=lambda x: (ripe[x], x in read, bool(program.values[x].shape), position[made[x].id]), reverse=True)
+    spread = lambda x: x in program.written and is_spread(program.written, x)  # noqa: E731
+    if (best := next((x for x in best_first if not spread(x)), None)) is not None:
+        return best
     forward = (out for n in reversed(graph.nodes[:place]) if phase[n.id] % 2 == 0 for out in n.outputs)
     return next((x for x in forward if not program.values[x].shape and jnp.issubdtype(program.values[x].dtype, jnp.floating)), None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxauto.core import Graph, Node
-from jaxauto.graph import value_bytes, walk
+from jaxauto.graph import walk
 from jaxauto.rewrite.program import Program, Rewritten, read_as, renamed
 
 
@@ -29,7 +29,7 @@ def _enlarges(node: Node, graph: Graph) -> bool:
     if node.prim != "broadcast_in_dim":
         return False
     (source, *_), (result,) = node.inputs, node.outputs
-    return not isinstance(source, int) or value_bytes(graph.values[source]) < value_bytes(graph.values[result])
+    return not isinstance(source, int) or graph.values[source].nbytes < graph.values[result].nbytes
 
 
 def _into_loops(program: Program, graph: Graph) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxauto.core import Node
 from jaxauto.cost.compute import factor_dims
 from jaxauto.cost.turning import turned
-from jaxauto.graph import value_bytes, walk
+from jaxauto.graph import walk
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.facts import viewed
 from jaxauto.solve.positions import edge_layout, moved_share
@@ -122,7 +122,7 @@ def _shared(model: Model) -> Iterator[Row]:
     for number, view, dims, begin, end in shared_operands(model):
         group, own = model.groups.place[number]
         key = model.var("group", group), own, model.var("group", view), dims
-        bytes_ = value_bytes(model.values[number])
+        bytes_ = model.values[number].nbytes
         table = model.cached(("shared", *key, bytes_), lambda key=key, n=bytes_: n * _moved(model, *key))
         yield from in_order(begin, end, key[0], key[2], table)
 
@@ -135,7 +135,7 @@ def _passed(model: Model) -> Iterator[Row]:
     for e, begin, end in passed_edges(model):
         a, b = model.var("group", e.source), model.var("group", e.target)
         copies = "gpu" if model.chip.platform == "gpu" and begin < end else None
-        bytes_ = value_bytes(model.values[e.result if e.node in model.narrowing else e.value])
+        bytes_ = model.values[e.result if e.node in model.narrowing else e.value].nbytes
         key = a, b, e.dims, e.reduced, bytes_, copies
         yield from in_order(begin, end, a, b, model.cached(("passed", *key), lambda key=key: _passed_bytes(model, *key)))
 
@@ -159,7 +159,7 @@ def passed_edges(model: Model) -> list[tuple[Edge, int, int]]:
     late, early = model.program.late_only, model.program.known_early
     for e in model.groups.edges:
         at = b.position.get(e.node) if model.var("group", e.source) != model.var("group", e.target) else None
-        if at is not None and not (e.result in b.stored and value_bytes(model.values[e.result]) >= value_bytes(model.values[e.value])):
+        if at is not None and not (e.result in b.stored and model.values[e.result].nbytes >= model.values[e.value].nbytes):
             updates = e.result in late and not e.backward and (e.value in early or at >= begins)
             found.setdefault((e.value, e.target, e.dims, at), (e, *((begins, b.length - 1) if updates else (at, at))))
     return list(found.values())
@@ -186,7 +186,7 @@ def shared_operands(model: Model) -> list[tuple[int, int, tuple[int, ...], int, 
 def _as_made(model: Model, op: Operation, o: Operand) -> np.ndarray:
     """Bytes of a result as its operation makes it, by the states of operation and group."""
     pieces = shards(project(model.states[model.var("operation", op.node.id)], factor_dims(op, o)), model.mesh.sizes)
-    return np.repeat(value_bytes(model.values[o.value]) / pieces[:, None], len(model.states[model.var("group", o.group)]), axis=1)
+    return np.repeat(model.values[o.value].nbytes / pieces[:, None], len(model.states[model.var("group", o.group)]), axis=1)
 
 
 def filled_at(model: Model, node: Node, at: int) -> int:

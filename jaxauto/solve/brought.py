@@ -15,7 +15,7 @@ from jaxauto.core import Graph, LinkKind
 from jaxauto.cost.compute import factor_dims
 from jaxauto.cost.layout import minor_dims, padding
 from jaxauto.cost.onchip import capacity
-from jaxauto.graph import value_bytes, walk
+from jaxauto.graph import walk
 from jaxauto.solve.facts import viewed
 from jaxauto.strategies import WHOLE, project, shards
 
@@ -110,7 +110,7 @@ def _reads(model: Model) -> dict[int, list[Reads]]:
             dims = tuple(d for d, _ in o.dims)
             padded = (model.values[o.value].shape, minor_dims(model.spatial, o.group, dims)) if model.chip.tile else ((), ())
             way = Way(model.var("group", o.group), dims, model.var("operation", op.node.id), factor_dims(op, o), *padded)
-            reads.append(Reads(op.node.inputs.index(o.value), value_bytes(model.values[o.value]), way))
+            reads.append(Reads(op.node.inputs.index(o.value), model.values[o.value].nbytes, way))
     return found
 
 

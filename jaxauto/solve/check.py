@@ -18,7 +18,7 @@ import numpy as np
 from jaxauto.cost.collectives import collective_seconds
 from jaxauto.cost.compute import traffic_seconds
 from jaxauto.cost.onchip import capacity, room
-from jaxauto.graph import multiplicity, value_bytes, walk
+from jaxauto.graph import multiplicity, walk
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.check_beside import brought, held_beside
 from jaxauto.solve.check_ring import padding, ring
@@ -216,7 +216,7 @@ class Answer:
         for resource, copy in crossings(rewritten.graph):
             number = rewritten.origin[copy]
             group, dims = groups.place[number]
-            bytes_ = 2 * value_bytes(self.model.values[number]) * times.get(number, 1)
+            bytes_ = 2 * self.model.values[number].nbytes * times.get(number, 1)
             yield resource, bytes_, self.pieces(self.where(self.group[group], dims))
 
     def charge(self, total: dict[str, float], resource: str, times: int, part: tuple[float, float], node: int) -> None:

@@ -9,7 +9,7 @@ from jaxauto.core import LinkKind, Node
 from jaxauto.cost.onchip import capacity
 from jaxauto.cost.widened import WIDE
 from jaxauto.cost.windowed import is_view
-from jaxauto.graph import value_bytes, walk
+from jaxauto.graph import walk
 from jaxauto.groups import Operand, Operation
 from jaxauto.solve.beside import FILLED, made_early, passed_edges, shared_operands
 from jaxauto.solve.check_ring import padding
@@ -64,7 +64,7 @@ def _padded_bytes(answer: Answer, o: Operand, where: tuple[int, ...]) -> float:
     model, value = answer.model, answer.model.values[o.value]
     minor = [i for i, (d, _) in enumerate(o.dims) if (o.group, d) not in model.spatial]
     padded = padding(value.shape, where, minor, answer.sizes, model.chip.tile)
-    return value_bytes(value) / answer.pieces(where) * padded
+    return value.nbytes / answer.pieces(where) * padded
 
 
 def _viewed(answer: Answer, number: int, index: Container[int]) -> int:
@@ -98,7 +98,7 @@ def _of_results(answer: Answer) -> Iterator[tuple[int, int, float]]:
                 yield at, at, whole
             begin = _filled(answer, node, at)
             if begin < at:
-                yield begin, at - 1, value_bytes(model.values[o.value]) / answer.pieces(here)
+                yield begin, at - 1, model.values[o.value].nbytes / answer.pieces(here)
 
 
 def _made_early(answer: Answer) -> Iterator[tuple[int, int, float]]:
@@ -115,7 +115,7 @@ def _shared(answer: Answer) -> Iterator[tuple[int, int, float]]:
         group, own = model.groups.place[number]
         here, there = answer.where(answer.group[group], own), answer.where(answer.group[view], dims)
         if any(h not in (t, WHOLE) for h, t in zip(here, there, strict=True)):
-            yield begin, end, value_bytes(model.values[number]) / answer.pieces(there)
+            yield begin, end, model.values[number].nbytes / answer.pieces(there)
 
 
 def _passed(answer: Answer) -> Iterator[tuple[int, int, float]]:
@@ -126,7 +126,7 @@ def _passed(answer: Answer) -> Iterator[tuple[int, int, float]]:
         if any(h not in (t, WHOLE) for h, t in zip(here, there, strict=True)):
             number = e.result if e.node in model.narrowing else e.value
             again = model.chip.platform == "gpu" and begin < end and is_turned(answer, here, there, len(e.dims))
-            yield begin, end, (1 + again) * value_bytes(model.values[number]) / answer.pieces(there)
+            yield begin, end, (1 + again) * model.values[number].nbytes / answer.pieces(there)
 
 
 def _filled(answer: Answer, written: Node, at: int) -> int:
@@ -174,6 +174,6 @@ def _stacks(answer: Answer) -> Iterator[tuple[int, int, float]]:
         here, there = answer.where(answer.group[group], dims), answer.operand(op, o)
         if answer.resource(o.value, -1) == "prefetch":
             if is_turned(answer, here, there, len(o.dims)):
-                size = value_bytes(model.values[read.stack]) / answer.pieces(here)
+                size = model.values[read.stack].nbytes / answer.pieces(here)
                 yield until.get(read.stack, read.begin), read.end, size
             until[read.stack] = read.end + 1

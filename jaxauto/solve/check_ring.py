@@ -22,7 +22,6 @@ from jaxauto.cost.windowed import (
     WRITTEN,
     last_dim,
 )
-from jaxauto.graph import value_bytes
 from jaxauto.groups import Operand, Operation
 from jaxauto.solve.model import Model
 from jaxauto.strategies import WHOLE
@@ -51,7 +50,7 @@ def ring(
         factors = [f for _, f in o.dims]
         where = [factors.index(names[s]) if s != WHOLE and names[s] in factors else WHOLE for s in state]
         value = model.values[o.value]
-        return value_bytes(value) / pieces(factors) * padding(value.shape, where, may_be_minor(op, o), sizes, chip.tile)
+        return value.nbytes / pieces(factors) * padding(value.shape, where, may_be_minor(op, o), sizes, chip.tile)
 
     count = math.prod(sizes[a] for a in partial)
     places = {there[a] for a in partial}

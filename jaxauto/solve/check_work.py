@@ -10,7 +10,6 @@ import numpy as np
 from jaxauto.core import Kind
 from jaxauto.cost.compute import bytes_per_flop, may_be_minor, operation_flops, traffic_seconds
 from jaxauto.cost.onchip import Near, Side, capacity
-from jaxauto.graph import value_bytes
 from jaxauto.groups import Operation
 from jaxauto.solve.check_ring import padding
 
@@ -26,7 +25,7 @@ def roofline(answer: Answer, op: Operation, on_chip: Near) -> float:
         where = answer.operand(op, o)
         pieces, padded = answer.pieces(where), padding(values[o.value].shape, where, may_be_minor(op, o), answer.sizes, chip.tile)
         fits = near.get((op.node.id, o.value), math.inf) / pieces <= capacity(chip)
-        bytes_ += 0.0 if fits else value_bytes(values[o.value]) / pieces * padded
+        bytes_ += 0.0 if fits else values[o.value].nbytes / pieces * padded
     split = answer.pieces(answer.operation[op.node.id])
     if op.rule.bytes_ is not None:
         bytes_ = min(bytes_, op.rule.bytes_ / split)
@@ -42,7 +41,7 @@ def roofline(answer: Answer, op: Operation, on_chip: Near) -> float:
 def _beside(answer: Answer, op: Operation, side: Side, split: int) -> float:
     """What the rest of a dot's fusion takes longer than its buffers are charged for."""
     pieces = [answer.pieces(answer.operand(op, o)) for o in (*op.operands, *op.results)]
-    own = sum(value_bytes(answer.model.values[o.value]) / n for o, n in zip((*op.operands, *op.results), pieces, strict=True))
+    own = sum(answer.model.values[o.value].nbytes / n for o, n in zip((*op.operands, *op.results), pieces, strict=True))
     moved = sum(bytes_ / pieces[k] for k, bytes_ in side.bytes_)
     hidden = max(0.0, operation_flops(op) / split * bytes_per_flop(answer.model.chip) / side.lanes - own)
     return traffic_seconds(max(0.0, moved - hidden) - side.exposed * moved, answer.model.chip)

@@ -3,14 +3,25 @@
 Of a straight block, as the buffers of the level's program tell: what compilers make again of themselves inside whatever reads it is not
 kept, nor is there room needed for it. Of a block inside a loop as its residuals tell; of a scan too, which has more options than levels:
 its trips can differ (``segments.py``).
+
+What a straight block takes longer is told by what runs again. But much of that hides in the operations that read it, and what is kept
+instead is written and read: level l as a whole differs from level r by more, or less, than its blocks b add up to,
+
+    miss_l = (T_l − T_r) − Σ_b (s[b,l] − s[b,r])                                                          ``_as_a_whole``
+
+which is laid on its blocks as the bytes that they keep differ, so that the programme's sum is right for every level as a whole.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from jaxauto.blocks import Block, closure, phases
-from jaxauto.graph import value_bytes
 from jaxauto.solve.chain import Option
 from jaxauto.solve.remat import Level, Remat
 from jaxauto.solve.segments import Keep, ScanOptions
@@ -23,6 +34,7 @@ def choices(
     host_bandwidth: float | None = None,
     *,
     splitting: bool = False,
+    whole: Mapping[int, float] | None = None,
 ) -> list[list[Option]]:
     """For each block an option for each level.
 
@@ -30,38 +42,57 @@ def choices(
       pieces: value → in how many pieces it lies on the mesh.
       host_bandwidth: bytes per second, if nothing hides what is sent to the host's memory and back.
       splitting: of scans then those that split them.
+      whole: level → seconds of the step with all of its blocks under it; the first is what the others are compared with.
     """
     turns = _turns(remat)
     owner = {v: b for b in turns for v in _inside(remat.blocks[b])}
     held = [_held(remat, level, pieces, turns, owner) for level in levels]
     scans = {b: ScanOptions(remat, block, pieces) for b, block in enumerate(remat.blocks) if block.scan}
 
+    def size(b: int, v: int) -> float:
+        return remat.graph.values[v].nbytes / pieces(v) * remat.blocks[b].count
+
     def option(b: int, number: int) -> Option:
         block, level = remat.blocks[b], levels[number]
         keep, what = level.kept[b], Keep(level.kept[b], level.offloaded & remat.values_of(b), dict(level.splits).get(b))
-        size = {v: value_bytes(remat.graph.values[v]) / pieces(v) * block.count for v in {*(keep or ()), *block.residuals, *what.offloaded}}
         if b in scans:
             told = scans[b].option(keep, what.split, level.offloaded)
-            kept, again, seconds = told.kept_bytes, told.peak_bytes, told.seconds
-        else:
-            kept, again = held[number][b] if b in turns else _of_residuals(block, level, keep, size)
-            nodes = closure(block, keep)[0] if keep is not None else ()
-            seconds = sum(remat.again_seconds(n) / max(pieces(n.outputs[0]), 1.0) for n in nodes)
-        if host_bandwidth is not None:
-            seconds += 2 * sum(size[v] for v in size if v in level.offloaded) / host_bandwidth
+            return replace(told, what=what)
+        kept, again = held[number][b] if b in turns else _of_residuals(block, level, keep, functools.partial(size, b))
+        nodes = closure(block, keep)[0] if keep is not None else ()
+        seconds = sum(remat.again_seconds(n) / max(pieces(n.outputs[0]), 1.0) for n in nodes)
         return Option(kept, again, seconds, what)
 
+    def waiting(b: int, option: Option, level: Level) -> Option:
+        sent = sum(size(b, v) for v in level.offloaded & {*(level.kept[b] or ()), *remat.blocks[b].residuals, *option.what.offloaded})
+        return replace(option, seconds=option.seconds + 2 * sent / (host_bandwidth or math.inf))
+
     found = [[option(b, number) for number in range(len(levels))] for b in range(len(remat.blocks))]
+    found = _as_a_whole(found, whole or {}, turns)
+    found = [[waiting(b, o, level) for o, level in zip(block, levels, strict=True)] for b, block in enumerate(found)]
     ways = [level.kept for level in levels if not level.offloaded]
     for b in remat.splittable if splitting else ():
         found[b] += scans[b].splits([kept[b] for kept in ways])
     return found
 
 
-def _of_residuals(block: Block, level: Level, keep: frozenset[int] | None, size: dict[int, float]) -> tuple[float, float]:
+def _of_residuals(block: Block, level: Level, keep: frozenset[int] | None, size: Callable[[int], float]) -> tuple[float, float]:
     held = block.residuals if keep is None else keep
-    kept = sum(size[v] for v in held if v not in level.offloaded)
-    return kept, sum(size[v] for v in block.residuals if v not in held or v in level.offloaded)
+    kept = sum(size(v) for v in held if v not in level.offloaded)
+    return kept, sum(size(v) for v in block.residuals if v not in held or v in level.offloaded)
+
+
+def _as_a_whole(options: list[list[Option]], whole: Mapping[int, float], straight: Mapping[int, int]) -> list[list[Option]]:
+    """``options`` with the seconds of ``straight`` blocks as the head of this file says."""
+    found = [list(block) for block in options]
+    reference = next(iter(whole), 0)
+    for number, seconds in whole.items():
+        moved = np.array([abs(block[number].kept_bytes - block[reference].kept_bytes) for block in options])
+        told = sum(block[number].seconds - block[reference].seconds for block in options)
+        shares = (seconds - whole[reference] - told) * moved / max(moved.sum(), 1.0)
+        for b in straight:
+            found[b][number] = replace(options[b][number], seconds=options[b][number].seconds + float(shares[b]))
+    return found
 
 
 def _turns(remat: Remat) -> dict[int, int]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxauto.core import Decisions, LinkKind, Sharding
-from jaxauto.graph import value_bytes, walk
+from jaxauto.graph import walk
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.facts import straight_gradients
 from jaxauto.solve.model import Model
@@ -88,7 +88,7 @@ def _awaited(candidate: Candidate) -> frozenset[int] | None:
 
 def _local(model: Model, number: int, position: np.ndarray) -> float:
     """Bytes that one device holds of a value."""
-    return value_bytes(model.values[number]) / float(shards(position[None], model.mesh.sizes)[0])
+    return model.values[number].nbytes / float(shards(position[None], model.mesh.sizes)[0])
 
 
 def _finished(model: Model) -> Iterator[tuple[Operation, Operand, int]]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxauto.core import Graph, Kind, Value
 from jaxauto.cost.windowed import is_view
-from jaxauto.graph import HOST, multiplicity, value_bytes, walk
+from jaxauto.graph import HOST, multiplicity, walk
 from jaxauto.groups import WHOLE, Groups, Operand, Operation
 from jaxauto.rewrite.away import fetched
 from jaxauto.rewrite.program import Rewritten
@@ -42,7 +42,7 @@ def host_traffic(variant: Variant, groups: Groups) -> dict[str, np.ndarray]:
     for resource, number in crossings(variant.rewritten.graph):
         value = groups.graph.values[int(variant.origin[place[number]])]
         times = groups.times[value.producer.id] if value.producer else trips(groups, value.id)
-        moved[resource][place[number]] = 2.0 * value_bytes(value) * times
+        moved[resource][place[number]] = 2.0 * value.nbytes * times
     return moved
 
 
@@ -118,4 +118,4 @@ def trips(groups: Groups, number: int) -> int:
 
 
 def _narrower(values: Mapping[int, Value], result: int, operand: int) -> bool:
-    return value_bytes(values[result]) < value_bytes(values[operand])
+    return values[result].nbytes < values[operand].nbytes

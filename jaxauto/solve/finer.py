@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from jaxauto.graph import value_bytes
 from jaxauto.solve.candidate import Candidate
 from jaxauto.solve.live import timeline
 from jaxauto.solve.model import Model
@@ -79,5 +78,5 @@ def _kept_bytes(remat: Remat, kept: tuple) -> float:
     total = 0.0
     for block, drops, keep in zip(remat.blocks, remat.drops, kept, strict=True):
         values = block.graph.values
-        total += sum(d.bytes_ for d in drops) if keep is None else sum(value_bytes(values[v]) * block.count for v in keep)
+        total += sum(d.bytes_ for d in drops) if keep is None else sum(values[v].nbytes * block.count for v in keep)
     return total

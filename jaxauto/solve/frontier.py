@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from jaxauto.blocks import Block, runs_once
 from jaxauto.core import Kind, Node, Value
-from jaxauto.graph import value_bytes
 
 _SMALL = 0.005  # of a block's residual bytes: less is not worth a decision, and goes last
 _LAZY = 400  # residuals up to which prices are brought up to date; beyond, the first price counts
@@ -61,7 +60,7 @@ class _Greedy:
         self.seconds = {node.id: node_seconds(node) for node in block.forward}
         self.inputs = {node.id: [x for x in node.inputs if isinstance(x, int)] for node in block.forward}
         self.kept = {v for v in block.residuals if v in self.made and v not in self.fixed}
-        self.bytes_ = {v: value_bytes(values[v]) * block.count for v in self.made}
+        self.bytes_ = {v: values[v].nbytes * block.count for v in self.made}
         self.small = max(1.0, _SMALL * sum(self.bytes_[v] for v in self.kept))
         self.stand_in = {v: w for v in self.kept if (w := self._narrowest(v, values, kind)) is not None}
         self.lazy = len(self.kept) > _LAZY

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from jaxauto.solve.candidate import QUICK, Candidate
 from jaxauto.solve.chain import Option, least_budget, solve_chain
 from jaxauto.solve.choices import choices
+from jaxauto.solve.model import Model
 from jaxauto.solve.remat import Kept, Level, Splits
 from jaxauto.solve.tighten import TOLERANCE
 from jaxauto.strategies import shards
@@ -32,7 +36,14 @@ class Mixer:
         return (False, True) if self.search.remat.splittable and len(levels) > 1 else (False,)
 
     def mixtures(
-        self, best: Candidate, levels: list[Level], budget_bytes: float, *, waiting: bool = False, splitting: bool = False
+        self,
+        best: Candidate,
+        levels: list[Level],
+        budget_bytes: float,
+        *,
+        waiting: bool = False,
+        splitting: bool = False,
+        faster_than: float = math.inf,
     ) -> Iterator[Candidate]:
         """Each block keeps as much as some room allows, by the chain's dynamic programme: what fits, for less room each time.
 
@@ -41,6 +52,7 @@ class Mixer:
         Args:
           waiting: transfers to the host's memory hide behind nothing.
           splitting: scans can be split (``segments.py``).
+          faster_than: seconds; what the programme does not tell to be faster is not tried.
         """
         if best.level == 0 or not self.search.remat.blocks:
             return
@@ -48,10 +60,11 @@ class Mixer:
         held = sum(o[best.level].kept_bytes for o in options) + max(o[best.level].peak_bytes for o in options)
         most = sum(max(o.kept_bytes + o.peak_bytes for o in block) for block in options)
         room, least = min(budget_bytes - best.peak_bytes + held, most), least_budget(options)
+        others = best.seconds - sum(o[best.level].seconds for o in options)
         tries = _MIXES if len(self.search.remat.graph.values) < QUICK else _MIXES // 2
         for left in range(tries, 0, -1):
             answer = solve_chain(options, room)
-            if answer is None:
+            if answer is None or answer.seconds + others >= faster_than * (1 - TOLERANCE):
                 return
             mixed = self.mixture(best, options, answer.choice)
             over = mixed.peak_bytes - budget_bytes
@@ -81,8 +94,19 @@ class Mixer:
 
     def options(self, base: Candidate, levels: list[Level], *, waiting: bool = False, splitting: bool = False) -> list[list[Option]]:
         """For each block what it costs under each level, with the shardings of ``base``; see ``mixtures``."""
-        pieces = functools.cache(lambda number: float(shards(base.model.position(base.x, number)[None], self.search.mesh.sizes)[0]))
-        return choices(self.search.remat, levels, pieces, self.search.chip.host_bandwidth if waiting else None, splitting=splitting)
+        pieces = self.pieces(base)
+        link = self.search.chip.host_bandwidth if waiting else None
+        whole = {n: m.problem.seconds(base.x) for n in (base.level, *range(len(levels))) if (m := self._model_of(n, base.x)) is not None}
+        return choices(self.search.remat, levels, pieces, link, splitting=splitting, whole=whole)
+
+    def pieces(self, base: Candidate) -> Callable[[int], float]:
+        """Value → in how many pieces it lies on the mesh, sharded as ``base`` is."""
+        return functools.cache(lambda number: float(shards(base.model.position(base.x, number)[None], self.search.mesh.sizes)[0]))
+
+    def _model_of(self, level: int, x: np.ndarray) -> Model | None:
+        """Of a level that was looked at, if it has the decisions of ``x``."""
+        model = self.search.models.get(level)
+        return model if model is not None and len(model.problem.sizes) == len(x) else None
 
     def leaner(self, leanest: Candidate, levels: list[Level], budget_bytes: float) -> Candidate:
         """Blocks mixed for less memory: where one keeps what it can, what makes that again need not live while it goes backward.

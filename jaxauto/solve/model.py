@@ -31,7 +31,6 @@ from jaxauto.cost.liveness import live_bytes
 from jaxauto.cost.onchip import Near, capacity, in_hbm, room
 from jaxauto.cost.reshard import passage_collectives, passage_tables
 from jaxauto.cost.windowed import made_inside, windowed
-from jaxauto.graph import value_bytes
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
 from jaxauto.solve.beside import held_beside
 from jaxauto.solve.brought import Arrivals
@@ -214,7 +213,7 @@ class Model:
         """Bytes of a value as collectives see it: XLA:CPU, which has no 16-bit arithmetic, sends them as float32."""
         value = self.values[number]
         widened = not self.mesh.scatters and str(value.dtype) in ("bfloat16", "float16")
-        return value_bytes(value) * (2.0 if widened else 1.0)
+        return value.nbytes * (2.0 if widened else 1.0)
 
     def edge_bytes(self, e: Edge) -> float:
         """Bytes of the array that an edge reshards: what a conversion that narrows makes, not what it reads."""

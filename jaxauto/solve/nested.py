@@ -14,7 +14,7 @@ import numpy as np
 from jaxauto.blocks import Block
 from jaxauto.core import Graph, Node
 from jaxauto.cost.liveness import Buffers, live_bytes
-from jaxauto.graph import value_bytes, walk
+from jaxauto.graph import walk
 from jaxauto.reruns import Remade, behind, inside
 from jaxauto.solve.depths import Depth, Depths, Value
 
@@ -113,11 +113,11 @@ class _Survey:
         for block in self.blocks:
             if block.scan is None:
                 left = {x for x in block.graph.outputs if isinstance(x, int)}
-                sizes |= {v: value_bytes(values[v]) for v in block.outputs if v not in left}
+                sizes |= {v: values[v].nbytes for v in block.outputs if v not in left}
                 continue
             forward = block.scan[0]
             place = forward.bodies[0].outputs.index(block.residuals[0], forward.num_carry)
-            sizes[forward.outputs[place]] = sum(value_bytes(values[y]) for y in self.late_stacks(self.nodes[forward.id]))
+            sizes[forward.outputs[place]] = sum(values[y].nbytes for y in self.late_stacks(self.nodes[forward.id]))
         return sizes
 
     def late_stacks(self, scan: Node) -> list[int]:
@@ -145,5 +145,5 @@ class _Survey:
             seconds=sum(seconds(n) for n in again),
             nodes=len(again),
             above=tuple(x for x in reads if x in self.large),
-            reads=tuple((x, value_bytes(values[x]), self.ends[x]) for x in reads if x not in self.large and self.ends.get(x, 0) > 0),
+            reads=tuple((x, values[x].nbytes, self.ends[x]) for x in reads if x not in self.large and self.ends.get(x, 0) > 0),
         )

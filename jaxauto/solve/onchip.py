@@ -10,7 +10,6 @@ import numpy as np
 
 from jaxauto.cost.liveness import Beside
 from jaxauto.cost.onchip import Near, Placed, Side, capacity, place
-from jaxauto.graph import value_bytes
 from jaxauto.groups import Operation
 from jaxauto.solve.remat import Variant
 
@@ -55,5 +54,5 @@ def _side(beside: Beside, op: Operation, variant: Variant, placed: Placed, index
         for number, along, times in moved:
             far = 1.0 - float(near[index[number]]) if number in index else 1.0
             at = numbers.index(arrays[along])
-            bytes_[at] = bytes_.get(at, 0.0) + times * value_bytes(values[number]) * far
+            bytes_[at] = bytes_.get(at, 0.0) + times * values[number].nbytes * far
     return Side(tuple(sorted(bytes_.items())), beside.exposed, beside.lanes)

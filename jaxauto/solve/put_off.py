@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from jaxauto.cost.layout import minor_dims, padding
-from jaxauto.graph import value_bytes
 from jaxauto.groups import Operation
 from jaxauto.solve.facts import straight_gradients, viewed
 from jaxauto.solve.positions import reduced_factors
@@ -71,6 +70,6 @@ def _found(model: Model) -> Iterator[PutOff]:
             if number in index:  # an input is there until the end
                 begin, bytes_ = max(int(b.end[index[number]]), b.position[op.node.id]) + 1, float(b.bytes_[index[number]])
             else:
-                begin, bytes_ = b.position[value.producer.id] if value.producer else end + 1, value_bytes(value)
+                begin, bytes_ = b.position[value.producer.id] if value.producer else end + 1, value.nbytes
             if begin <= end:
                 yield PutOff(op, rewritten.origin.get(number, number), bytes_, begin, end)

@@ -21,7 +21,7 @@ from jaxauto.core import Graph, Kind, Node, OpRule, Split
 from jaxauto.cost.compute import bytes_per_flop, ops_per_byte, unsplit_seconds
 from jaxauto.cost.fusion import find_buffers
 from jaxauto.cost.liveness import Buffers
-from jaxauto.graph import value_bytes, walk
+from jaxauto.graph import walk
 from jaxauto.groups import Groups, Operation
 from jaxauto.reruns import Remade, everything_in, find_reruns, with_bodies
 from jaxauto.rewrite.hoist import hoist
@@ -167,7 +167,7 @@ class Remat:
         return self._state[share]
 
     def _smallest(self, share: float) -> frozenset[int]:
-        size = {x: value_bytes(self.graph.values[x]) for x in self.movable}
+        size = {x: self.graph.values[x].nbytes for x in self.movable}
         least = _SENT * sum(size.values())
         large = sorted((x for x in size if size[x] >= least), key=lambda x: (size[x], x))
         wanted = share * sum(size[x] for x in large)
@@ -187,14 +187,14 @@ class Remat:
 
     def _dearest(self, level: Level) -> list[int]:
         """What a level keeps, large arrays only, what costs most to make again first; of loops what their recomputation starts from too."""
-        smallest = _LARGE * max((value_bytes(self.graph.values[v]) * b.count for b in self.blocks for v in b.residuals), default=0)
+        smallest = _LARGE * max((self.graph.values[v].nbytes * b.count for b in self.blocks for v in b.residuals), default=0)
         priced: list[tuple[float, int]] = []
         for block, drops, kept in zip(self.blocks, self.drops, level.kept, strict=True):
             price = {d.value: d.price for d in drops}
             held = {*(block.residuals if kept is None else kept)}
             if kept is not None and block.scan:
                 held |= {*closure(block, kept)[1]} & {*block.carries}
-            large = (v for v in held if value_bytes(self.graph.values[v]) * block.count >= smallest)
+            large = (v for v in held if self.graph.values[v].nbytes * block.count >= smallest)
             priced += [(-price.get(v, math.inf), v) for v in large]
         return [v for _, v in sorted(priced)]
 

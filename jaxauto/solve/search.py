@@ -24,14 +24,13 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from jaxauto.core import MeshAxes
-from jaxauto.graph import value_bytes
 from jaxauto.solve.candidate import QUICK, Candidate, Found, fastest_of_first, least_of_each
 from jaxauto.solve.descend import descend
 from jaxauto.solve.eliminate import eliminate
@@ -207,7 +206,7 @@ class Search:
 
     def away(self, levels: Sequence[Level], best: float = math.inf) -> list[Level]:
         """``levels`` with state in the host's memory; none where the least that can cross the link takes longer than ``best`` allows."""
-        least = sum(value_bytes(self.remat.graph.values[x]) for x in self.remat.state(SHARES[1])) / self.mesh.num_devices
+        least = sum(self.remat.graph.values[x].nbytes for x in self.remat.state(SHARES[1])) / self.mesh.num_devices
         worth = self.fastest + least / self.chip.host_bandwidth < best  # each array counts as what comes and as what goes
         return self.remat.with_state(levels) if worth and not self.out_of_time() else []
 
@@ -314,9 +313,11 @@ class Search:
         assert found.best is not None
         waits = (False, True) if any(level.offloaded for level in self.levels) else (False,)
         for base, waiting, splitting in itertools.product(bases, waits, self.mixer.splitting(self.levels)):
-            mixtures = self.mixer.mixtures(base, self.levels, budget_bytes, waiting=waiting, splitting=splitting)
-            if len(self.remat.graph.values) >= QUICK:
-                mixtures = itertools.chain([base], mixtures)  # one that is no better than that is one in vain
+            quick = len(self.remat.graph.values) < QUICK
+            worth = math.inf if quick else found.best.seconds
+            mixtures = self.mixer.mixtures(base, self.levels, budget_bytes, waiting=waiting, splitting=splitting, faster_than=worth)
+            if not quick:
+                mixtures = itertools.chain([base], _noted(mixtures, found.fitting))  # one that is no better than that is one in vain
             mixed = fastest_of_first(mixtures, patience)
             mixed = mixed and self._descended(mixed, budget_bytes)
             if mixed is not None and mixed.seconds < found.best.seconds:
@@ -332,7 +333,7 @@ class Search:
         if _MIXED in self.models:  # a program of its own, with a bound of its own
             problem = self.models[_MIXED].problem
             self.bounds[_MIXED] = max(eliminate(*problem.priced(mu, {})).bound for mu in MU)
-            found.bound = min(self.bounds.values())
+        found.bound = min(self.bounds.values())  # levels have been added
 
     def _finish(self, found: Found, budget_bytes: float) -> None:
         assert found.best is not None
@@ -354,14 +355,15 @@ class Search:
         if not self.remat.blocks or len(levels) < 2 or best.seconds > self.rival * BEHIND:
             return []
         make = functools.partial(self.mixer.keeping, best, offloaded=best.variant.offloaded)
-        better = swapped(self.remat, best, make, budget_bytes, self.mesh.num_devices, self.out_of_time)
+        better = swapped(self.remat, best, make, budget_bytes, self.mesh.num_devices, self.out_of_time, self.mixer.pieces(best))
         return [] if better is best else [better, *self._anew(better, levels, budget_bytes)]
 
     def _bases(self, found: Found) -> list[Candidate]:
         """Answers to let blocks differ in: the best one; where rewriting is quick of other levels too, and sharded as without pressure."""
         written = self.written or self.answers[0][:1]
         which = lambda c: next((k for k, x in enumerate(written) if np.array_equal(c.x, x)), None)  # noqa: E731
-        best = least_of_each(found.fitting, lambda c: (c.level, which(c)))
+        whole = [c for c in found.fitting if c.variant.level == self.levels[c.level]]
+        best = least_of_each(whole, lambda c: (c.level, which(c)))
         return best[: _BASES if len(self.remat.graph.values) < QUICK else 1]
 
     def _close(self, found: Found, budget_bytes: float) -> None:
@@ -410,3 +412,10 @@ class Search:
             if better.peak_bytes <= budget_bytes:
                 found.best = min(best, better, key=lambda c: c.seconds)
                 return
+
+
+def _noted(candidates: Iterable[Candidate], seen: list[Candidate]) -> Iterator[Candidate]:
+    """``candidates``, each put into ``seen`` as it comes."""
+    for candidate in candidates:
+        seen.append(candidate)
+        yield candidate

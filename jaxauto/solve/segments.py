@@ -26,7 +26,6 @@ from jaxauto.blocks import Block, closure
 from jaxauto.core import Split, Trips
 from jaxauto.cost.compute import traffic_seconds
 from jaxauto.cost.stacks import PASSES
-from jaxauto.graph import value_bytes
 from jaxauto.rewrite.split import own_stacks
 from jaxauto.solve.chain import Option
 from jaxauto.solve.remat import Remat
@@ -79,7 +78,7 @@ class ScanOptions:
 
     def bytes_of(self, number: int) -> float:
         """On one device."""
-        return value_bytes(self.remat.graph.values[number]) / self.pieces(number)
+        return self.remat.graph.values[number].nbytes / self.pieces(number)
 
     def seconds_of(self, node) -> float:
         """Of one run on one device."""

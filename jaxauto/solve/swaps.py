@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 from jaxauto.blocks import Block, closure
 from jaxauto.cost.compute import traffic_seconds
-from jaxauto.graph import value_bytes
 from jaxauto.solve.candidate import Candidate
 from jaxauto.solve.remat import Kept, Remat
 from jaxauto.solve.tighten import TOLERANCE
 
 _LEAST = 2e-4  # of a step's time: what a swap has to promise to be tried
 _MOST = 48  # answers that are looked at
-_VALUES = 60_000  # that are rewritten for them in all: fewer answers of a large program
+_VALUES = 40_000  # that are rewritten for them in all: fewer answers of a large program
 _PATIENCE = 16  # answers in a row that are no better, before the rest is left
 _PAIRED = 4  # swaps without room, and what each is tried with
+_HOPELESS = 2.0  # times the budget: what would take more by far is not made to see it, where few can be
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Swap:
     """``kept`` with ``value`` of a block (and its like in blocks that are alike) kept if it was not, or not any more.
 
     ``gain``: seconds that it promises, unsharded: of what need not run again, or of traffic to and from memory. ``freed``: bytes that
-    are not kept any more, unsharded.
+    are not kept any more, unsharded; less than 0: that are now.
     """
 
     gain: float
@@ -46,7 +46,13 @@ def swaps(remat: Remat, kept: Kept, offloaded: frozenset[int] = frozenset()) -> 
 
 
 def swapped(
-    remat: Remat, best: Candidate, make: Callable[[Kept], Candidate], budget_bytes: float, devices: int, over: Callable[[], bool]
+    remat: Remat,
+    best: Candidate,
+    make: Callable[[Kept], Candidate],
+    budget_bytes: float,
+    devices: int,
+    over: Callable[[], bool],
+    pieces: Callable[[int], float] = lambda _: 1.0,
 ) -> Candidate:
     """``best``, or what one swap after the other makes of it, each faster than the one before and within the budget.
 
@@ -55,8 +61,9 @@ def swapped(
     Args:
       make: the answer that keeps something else, sharded as ``best`` is.
       over: whether there is no time left.
+      pieces: value → in how many pieces it lies on the mesh.
     """
-    walk = _Walk(remat, best, make, budget_bytes, devices, over)
+    walk = _Walk(remat, best, make, budget_bytes, devices, over, pieces)
     while walk.single() or walk.pair():
         pass
     return walk.best
@@ -64,10 +71,18 @@ def swapped(
 
 class _Walk:
     def __init__(
-        self, remat: Remat, best: Candidate, make: Callable[[Kept], Candidate], budget: float, devices: int, over: Callable[[], bool]
+        self,
+        remat: Remat,
+        best: Candidate,
+        make: Callable[[Kept], Candidate],
+        budget: float,
+        devices: int,
+        over: Callable[[], bool],
+        pieces: Callable[[int], float],
     ):
-        self.remat, self.best, self.make, self.budget, self.over = remat, best, make, budget, over
+        self.remat, self.best, self.make, self.budget, self.over, self.pieces = remat, best, make, budget, over, pieces
         self.tries = min(_MOST, _VALUES // len(remat.graph.values))
+        self.few = self.tries < _MOST
         self.waited = 0  # answers that were no better, since one was
         self.least = _LEAST * best.seconds * devices
         self.slower: set[int] = set()  # values whose swap does not pay
@@ -77,6 +92,10 @@ class _Walk:
         """Whether one swap was better."""
         for swap in self._offered():
             if swap.value in self.slower or swap.value in self.large:
+                continue
+            told = self.best.peak_bytes - swap.freed / self.pieces(swap.value)
+            if self.few and told > self.budget * _HOPELESS:
+                self.large[swap.value] = told - self.budget
                 continue
             candidate = self._look(swap)
             if candidate is None:
@@ -137,8 +156,8 @@ def _swaps(remat: Remat, kept: Kept, members: list[int], offloaded: frozenset[in
     before = _again(remat, block, held)
     decided = {d.value for d in drops} | {d.instead for d in drops if d.instead is not None}
     for value in sorted(decided - offloaded):
-        freed = value_bytes(remat.graph.values[value]) if value in held else 0.0
-        gain = float(traffic_seconds(2 * freed, remat.chip)) + before - _again(remat, block, held ^ {value})
+        freed = remat.graph.values[value].nbytes * (1 if value in held else -1)
+        gain = float(traffic_seconds(2 * max(freed, 0.0), remat.chip)) + before - _again(remat, block, held ^ {value})
         changed = list(kept)
         for m in members:
             changed[m] = _held(remat.blocks[m], kept[m]) ^ {remat.blocks[m].made[place[value]]}

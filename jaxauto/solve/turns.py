@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxauto.cost.compute import factor_dims, traffic_seconds
 from jaxauto.cost.turning import AT_ODDS, COPIES_PIECES, turned
-from jaxauto.graph import value_bytes
 from jaxauto.groups import Edge
 from jaxauto.solve.positions import reduced_factors
 from jaxauto.solve.stacked import Reading, readings
@@ -144,7 +143,7 @@ def _beside_loops(model: Model) -> Iterator[Row]:
         begin, end, stack = read[:3]
         if model.resource_of(read.operand.value, -1) != "prefetch":
             continue
-        key = _fetch(model, read, value_bytes(model.values[stack]))
+        key = _fetch(model, read, model.values[stack].nbytes)
         table = model.cached(("beside", *key), lambda key=key: copied(model, key))
         begin, done[stack] = done.get(stack, begin - 1) + 1, end
         yield from in_order(begin, end, key.source, key.target, table)

@@ -12,7 +12,7 @@ import pytest
 import jaxauto
 from jaxauto.cost.compute import bytes_per_flop, operation_seconds, traffic_seconds
 from jaxauto.cost.onchip import Near, capacity, place
-from jaxauto.graph import value_bytes, walk
+from jaxauto.graph import walk
 from jaxauto.rules import rule_for
 from jaxauto.strategies import WHOLE
 from jaxauto.targets.target import Target
@@ -174,7 +174,7 @@ def test_a_dot_is_not_charged_for_what_stays_nor_memory(batch, stays):
     model, op = best.model, best.model.groups.operations[0]
     scores = 4.0 * batch * 2 * 256 * 256
     assert (scores <= capacity(CHIP)) is stays
-    whole = sum(value_bytes(model.values[o.value]) for o in (*op.operands, *op.results))
+    whole = sum(model.values[o.value].nbytes for o in (*op.operands, *op.results))
     ((times, near),) = model.runs(op)
     seconds = operation_seconds(op, model.values, np.array([[WHOLE]]), (1,), CHIP, near)
     assert times == 1 and seconds == pytest.approx([traffic_seconds(whole - scores * stays, CHIP)])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxauto.cost.fusion import find_buffers
-from jaxauto.graph import build, value_bytes, walk
+from jaxauto.graph import build, walk
 from jaxauto.rewrite.hoist import hoist
 from jaxauto.rewrite.narrow import narrow, only_multiplied
 from jaxauto.rewrite.program import Rewritten
@@ -75,7 +75,7 @@ def bytes_of(fn, *args, platform="tpu"):
     rules = {node.id: rule_for(node.eqn) for node in walk(graph) if not node.bodies}
     buffers = find_buffers(graph, rules, platform=platform)
     made = ((graph.values[int(n)], b) for n, b in zip(buffers.ids, buffers.bytes_, strict=True))
-    return {value.producer.prim: b / value_bytes(value) for value, b in made if value.producer is not None and b}
+    return {value.producer.prim: b / value.nbytes for value, b in made if value.producer is not None and b}
 
 
 def test_what_only_products_read_takes_half():

@@ -10,7 +10,7 @@ from zoo import STEPS
 
 import jaxauto
 from jaxauto.blocks import find_blocks
-from jaxauto.graph import DEVICE, HOST, build, value_bytes, walk
+from jaxauto.graph import DEVICE, HOST, build, walk
 from jaxauto.rewrite.evaluate import evaluator, jaxpr_of
 from jaxauto.rewrite.offload import offload
 from jaxauto.rewrite.program import Rewritten
@@ -26,7 +26,7 @@ def rewritten(step, args, *, again):
     blocks = find_blocks(graph)
     kept = {b: frozenset(block.residuals[::2]) for b, block in enumerate(blocks)} if again else {}
     start = recompute(graph, kept) if kept else Rewritten(graph, {})
-    chosen = {v for b, block in enumerate(blocks) for v in kept.get(b, block.residuals) if value_bytes(graph.values[v]) > 64}
+    chosen = {v for b, block in enumerate(blocks) for v in kept.get(b, block.residuals) if graph.values[v].nbytes > 64}
     return start, chosen, offload(start, frozenset(chosen))
 
 

@@ -10,7 +10,7 @@ from zoo import STEPS
 
 from jaxauto.blocks import closure, find_blocks
 from jaxauto.core import Kind
-from jaxauto.graph import build, value_bytes
+from jaxauto.graph import build
 from jaxauto.planner import read
 from jaxauto.rules import rule_for
 from jaxauto.solve.frontier import form, frontier
@@ -38,7 +38,7 @@ def test_sets_are_nested_and_prices_rise(name):
         kept = {v for v in block.residuals if v not in block.outputs}
         for drop in drops:
             kept = (kept - {drop.value}) | ({drop.instead} - {None})
-            freed = sum(value_bytes(block.graph.values[v]) * sign for v, sign in ((drop.value, 1), (drop.instead, -1)) if v is not None)
+            freed = sum(block.graph.values[v].nbytes * sign for v, sign in ((drop.value, 1), (drop.instead, -1)) if v is not None)
             assert drop.kept == frozenset(kept) and drop.bytes_ == freed * block.count > 0
         assert not kept, "all can be dropped"
 
@@ -95,7 +95,7 @@ def test_the_narrow_result_of_a_dot_stands_in_for_the_centred_rows_that_a_norm_s
     centred = [drop for drop in drops if graph.values[drop.value].producer.prim == "sub" and graph.values[drop.value].dtype == jnp.float32]
     assert dot not in block.residuals and [drop.instead for drop in centred] == [dot]
     assert any(drop.value == dot and drop.instead is None for drop in drops), "and is dropped in its turn"
-    assert centred[0].bytes_ == value_bytes(graph.values[dot])
+    assert centred[0].bytes_ == graph.values[dot].nbytes
 
 
 def test_layers_written_one_after_another_are_alike():

@@ -119,6 +119,7 @@ def test_what_lies_between_the_levels_is_looked_at_where_memory_is_plenty(monkey
     """What takes less time to make again than to read goes, what does not stays, wherever the levels happen to lie."""
     step, args = STEPS["transformer_scan"]()
     monkeypatch.setattr(Search, "_swap", lambda *_: [])
+    monkeypatch.setattr(Search, "_mix", lambda *_: None)
     found = {}
     for closer in (0, search_module._CLOSER):
         monkeypatch.setattr(search_module, "_CLOSER", closer)

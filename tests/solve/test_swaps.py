@@ -13,7 +13,6 @@ import pytest
 from solve.test_search import prepared, struct
 from zoo import STEPS
 
-from jaxauto.graph import value_bytes
 from jaxauto.solve.check import check
 from jaxauto.solve.swaps import swapped, swaps
 
@@ -56,7 +55,7 @@ def test_a_swap_changes_one_value_of_each_block_that_is_alike(name):
             assert changed and all(len(values) == 1 for _, values in changed)
             assert swap.value in changed[0][1]
             assert len({remat.forms[b] for b, _ in changed}) == 1
-            assert len({value_bytes(remat.graph.values[v]) for _, (v,) in changed}) == 1
+            assert len({remat.graph.values[v].nbytes for _, (v,) in changed}) == 1
 
 
 def test_offloaded_values_stay_where_they_are():
