@@ -18,7 +18,8 @@ from jaxauto.errors import InfeasibleError
 from jaxauto.plan import Plan
 from jaxauto.solve.finer import finer
 from jaxauto.solve.model import Model
-from jaxauto.solve.search import QUICK, Candidate
+from jaxauto.solve.remat import QUICK
+from jaxauto.solve.search import Candidate
 from jaxauto.tables import size
 
 GAPS = {"tpu": 1.9}  # largest arrays
@@ -60,7 +61,7 @@ def with_room(solved: Any, budget: float, options: Any, progress: Callable[[str]
     told = "certify=True has the compiler say what it needs"
     source, found = solved, _with_room(solved, budget, options)
     slower = found.seconds / best.seconds - 1 if found else math.inf
-    if slower > _DEAREST and len(solved.remat.graph.values) <= QUICK:
+    if slower > _DEAREST and solved.remat.quick:
         progress("planning again, with room for gaps in the compiler's heap")
         with contextlib.suppress(InfeasibleError):
             again = searched(solved.step, solved.target, budget - gaps, options, progress, before=solved)
@@ -95,6 +96,6 @@ def between(solved: Any, options: Any, count: int) -> list[Candidate]:
     old, variant, values = best.model, best.variant, len(solved.remat.graph.values)
     allowed = allowed_states(options.constraints, solved.step.traced, solved.step.groups, old.mesh)
     known = {c.variant.level for c in solved.fitting if c.model.mesh == old.mesh} | {variant.level}
-    if values > QUICK:
+    if not solved.remat.quick:
         count = min(math.ceil(count / 6), math.ceil(count * QUICK / values))
     return finer(solved.remat, best, lambda v: Model(old.program, v, old.mesh, old.chip, allowed, old.cache), known, count)

@@ -11,8 +11,6 @@ import numpy as np
 from jaxauto.solve.model import Model
 from jaxauto.solve.remat import Variant
 
-QUICK = 10_000  # values of a program that is rewritten in a fraction of a second
-
 
 @dataclass(eq=False)
 class Candidate:

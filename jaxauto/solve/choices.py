@@ -4,12 +4,13 @@ Of a straight block, as the buffers of the level's program tell: what compilers 
 kept, nor is there room needed for it. Of a block inside a loop as its residuals tell; of a scan too, which has more options than levels:
 its trips can differ (``segments.py``).
 
-What a straight block takes longer is told by what runs again. But much of that hides in the operations that read it, and what is kept
-instead is written and read: level l as a whole differs from level r by more, or less, than its blocks b add up to,
+What a block takes longer is told by what runs again. But much of that hides in the operations that read it, and what is kept instead is
+written and read: level l as a whole differs from level r by more, or less, than its blocks b add up to,
 
-    miss_l = (T_l − T_r) − Σ_b (s[b,l] − s[b,r])                                                          ``_as_a_whole``
+    miss_l = (T_l − T_r) − Σ_b (s[b,l] − s[b,r]) = Σ_b δ[b, what b keeps under l]                         ``_misses``
 
-which is laid on its blocks as the bytes that they keep differ, so that the programme's sum is right for every level as a whole.
+The δ are those of the least Σ δ²/w, with w the bytes that a block keeps more or less than under r: the programme's sum is right for every
+level as a whole, and blocks that keep alike are charged alike.
 """
 
 from __future__ import annotations
@@ -56,23 +57,25 @@ def choices(
         block, level = remat.blocks[b], levels[number]
         keep, what = level.kept[b], Keep(level.kept[b], level.offloaded & remat.values_of(b), dict(level.splits).get(b))
         if b in scans:
-            told = scans[b].option(keep, what.split, level.offloaded)
-            return replace(told, what=what)
+            return replace(scans[b].option(keep, what.split, level.offloaded), what=what)
         kept, again = held[number][b] if b in turns else _of_residuals(block, level, keep, functools.partial(size, b))
         nodes = closure(block, keep)[0] if keep is not None else ()
         seconds = sum(remat.again_seconds(n) / max(pieces(n.outputs[0]), 1.0) for n in nodes)
         return Option(kept, again, seconds, what)
 
-    def waiting(b: int, option: Option, level: Level) -> Option:
-        sent = sum(size(b, v) for v in level.offloaded & {*(level.kept[b] or ()), *remat.blocks[b].residuals, *option.what.offloaded})
-        return replace(option, seconds=option.seconds + 2 * sent / (host_bandwidth or math.inf))
+    def waiting(b: int, option: Option, level: Level) -> float:
+        sent = level.offloaded & {*(level.kept[b] or ()), *remat.blocks[b].residuals, *option.what.offloaded}
+        return 2 * sum(size(b, v) for v in sent) / (host_bandwidth or math.inf)
 
     found = [[option(b, number) for number in range(len(levels))] for b in range(len(remat.blocks))]
-    found = _as_a_whole(found, whole or {}, turns)
-    found = [[waiting(b, o, level) for o, level in zip(block, levels, strict=True)] for b, block in enumerate(found)]
+    miss = _misses(found, whole or {})
+    for b, block in enumerate(found):
+        more = [miss.get((b, o.what), 0.0) + waiting(b, o, level) for o, level in zip(block, levels, strict=True)]
+        found[b] = [replace(o, seconds=o.seconds + seconds) for o, seconds in zip(block, more, strict=True)]
     ways = [level.kept for level in levels if not level.offloaded]
     for b in remat.splittable if splitting else ():
-        found[b] += scans[b].splits([kept[b] for kept in ways])
+        beyond = {kept[b]: miss.get((b, Keep(kept[b])), 0.0) / remat.blocks[b].count for kept in ways}
+        found[b] += scans[b].splits([kept[b] for kept in ways], beyond)
     return found
 
 
@@ -82,17 +85,26 @@ def _of_residuals(block: Block, level: Level, keep: frozenset[int] | None, size:
     return kept, sum(size(v) for v in block.residuals if v not in held or v in level.offloaded)
 
 
-def _as_a_whole(options: list[list[Option]], whole: Mapping[int, float], straight: Mapping[int, int]) -> list[list[Option]]:
-    """``options`` with the seconds of ``straight`` blocks as the head of this file says."""
-    found = [list(block) for block in options]
-    reference = next(iter(whole), 0)
-    for number, seconds in whole.items():
-        moved = np.array([abs(block[number].kept_bytes - block[reference].kept_bytes) for block in options])
+def _misses(options: Sequence[Sequence[Option]], whole: Mapping[int, float]) -> dict[tuple[int, Keep], float]:
+    """(block, what it keeps) → δ of the head of this file; none for what it keeps under the first of ``whole``."""
+    if not whole:
+        return {}
+    reference, *others = whole
+    weight: dict[tuple[int, Keep], float] = {}
+    for b, block in enumerate(options):
+        for option in (block[number] for number in others):
+            if option.what != block[reference].what:
+                weight[b, option.what] = abs(option.kept_bytes - block[reference].kept_bytes)
+    root = np.sqrt(np.array(list(weight.values()), float))
+    place = {key: k for k, key in enumerate(weight)}
+    rows, missed = np.zeros((len(others), len(weight))), np.zeros(len(others))
+    for row, number in enumerate(others):
         told = sum(block[number].seconds - block[reference].seconds for block in options)
-        shares = (seconds - whole[reference] - told) * moved / max(moved.sum(), 1.0)
-        for b in straight:
-            found[b][number] = replace(options[b][number], seconds=options[b][number].seconds + float(shares[b]))
-    return found
+        missed[row] = whole[number] - whole[reference] - told
+        mine = [k for b, block in enumerate(options) if (k := place.get((b, block[number].what))) is not None]
+        rows[row, mine] = root[mine]
+    shares = np.linalg.lstsq(rows, missed, rcond=None)[0] * root
+    return dict(zip(weight, shares.tolist(), strict=True))
 
 
 def _turns(remat: Remat) -> dict[int, int]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from jaxauto.solve.candidate import Candidate
 from jaxauto.solve.live import timeline
 from jaxauto.solve.model import Model
-from jaxauto.solve.remat import Kept, Level, Remat, Variant
+from jaxauto.solve.remat import Kept, Level, Remat, Variant, kept_at
 
 SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)  # of the state, in the host's memory
 _LARGE = 0.01  # of all residual bytes: what goes between two answers that differ
@@ -61,16 +61,17 @@ def _around(remat: Remat, kept: tuple) -> Iterator[tuple]:
 
 def _steps(remat: Remat) -> list[tuple]:
     """What blocks keep at each threshold, from all to nothing; steps of few bytes are taken together."""
-    prices = sorted({d.price for drops in remat.drops for d in drops})
-    enough = _LARGE * sum(d.bytes_ for drops in remat.drops for d in drops)
     found: list[tuple] = []
-    dropped = 0.0
-    for price in prices:
-        dropped += sum(d.bytes_ for drops in remat.drops for d in drops if d.price == price)
-        if dropped >= enough:
-            found.append(remat.kept_at(price))
-            dropped = 0.0
-    return found
+    for drops in (remat.drops, *remat.other_drops):
+        prices = sorted({d.price for block in drops for d in block})
+        enough = _LARGE * sum(d.bytes_ for block in drops for d in block)
+        dropped = 0.0
+        for price in prices:
+            dropped += sum(d.bytes_ for block in drops for d in block if d.price == price)
+            if dropped >= enough:
+                found.append(kept_at(drops, price))
+                dropped = 0.0
+    return list(dict.fromkeys(found))
 
 
 def _kept_bytes(remat: Remat, kept: tuple) -> float:

@@ -15,7 +15,7 @@ from jaxauto.solve.chain import least_budget, solve_chain
 from jaxauto.solve.eliminate import eliminate
 from jaxauto.solve.model import Model
 from jaxauto.solve.remat import Level
-from jaxauto.solve.search import MU, QUICK, Candidate, Found, Search
+from jaxauto.solve.search import MU, Candidate, Found, Search
 from jaxauto.solve.tighten import Effort, tighten
 
 _NEAR = 0.005  # relative: nearer than this to the least is it
@@ -66,7 +66,7 @@ class _Least:
             options = self.search.mixer.options(base, self.levels, splitting=splitting)
             low = least_budget(options)
             high = max(low, sum(o[base.level].kept_bytes for o in options) + max(o[base.level].peak_bytes for o in options))
-            for share in np.linspace(0, 1, _MIXTURES if len(self.search.remat.graph.values) < QUICK else 1):
+            for share in np.linspace(0, 1, _MIXTURES if self.search.remat.quick else 1):
                 answer = solve_chain(options, (low + share * (high - low)) * (1 + 1e-9))
                 if answer is not None and not self.search.out_of_time():
                     self.judged(self.search.mixer.mixture(base, options, answer.choice))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxauto.solve.candidate import QUICK, Candidate
+from jaxauto.solve.candidate import Candidate
 from jaxauto.solve.chain import Option, least_budget, solve_chain
 from jaxauto.solve.choices import choices
 from jaxauto.solve.model import Model
@@ -61,7 +61,7 @@ class Mixer:
         most = sum(max(o.kept_bytes + o.peak_bytes for o in block) for block in options)
         room, least = min(budget_bytes - best.peak_bytes + held, most), least_budget(options)
         others = best.seconds - sum(o[best.level].seconds for o in options)
-        tries = _MIXES if len(self.search.remat.graph.values) < QUICK else _MIXES // 2
+        tries = _MIXES if self.search.remat.quick else _MIXES // 2
         for left in range(tries, 0, -1):
             answer = solve_chain(options, room)
             if answer is None or answer.seconds + others >= faster_than * (1 - TOLERANCE):
@@ -111,14 +111,15 @@ class Mixer:
     def leaner(self, leanest: Candidate, levels: list[Level], budget_bytes: float) -> Candidate:
         """Blocks mixed for less memory: where one keeps what it can, what makes that again need not live while it goes backward.
 
-        Where scans can be split (``segments.py``), for the budget first.
+        Where scans can be split (``segments.py``), for the budget first. Of those that fit the fastest.
         """
+        over = lambda c: c.peak_bytes > budget_bytes  # noqa: E731
+        best = start = leanest
         goals = [(budget_bytes, True)] * (True in self.splitting(levels))
-        goals += [(room * leanest.peak_bytes, False) for room in _ROOMS if len(self.search.remat.graph.values) < QUICK]
-        for goal, splitting in goals:
-            if leanest.peak_bytes <= budget_bytes:
-                break
-            mixed = next(self.mixtures(leanest, levels, goal, waiting=splitting, splitting=splitting), None)
-            if mixed is not None and mixed.peak_bytes < leanest.peak_bytes:
-                leanest = mixed
-        return leanest
+        goals += [(room * leanest.peak_bytes, False) for room in _ROOMS if self.search.remat.quick]
+        for goal, splitting in goals if over(leanest) else ():
+            mixed = next(self.mixtures(start, levels, goal, waiting=splitting, splitting=splitting), None)
+            if mixed is not None:
+                best = min(best, mixed, key=lambda c: (over(c), c.peak_bytes if over(c) else c.seconds))
+                start = best if over(best) else start
+        return best

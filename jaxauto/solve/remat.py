@@ -8,6 +8,7 @@ and where the search asks for it, so does what only the optimizer reads.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,7 +40,10 @@ _OFFLOADED = (0.5, 1.0)  # shares of what is kept
 _LARGE = 0.05  # of the largest residual: less is not worth a transfer
 _SENT = 1e-3  # of all state: an array that takes less stays on the device
 _APART = 1.2  # prices nearer than this factor are one: alike layers shall not differ by rounding
-_ELEMENTWISE = 0.25  # of its traffic is what an elementwise equation costs again: most of it is fused away
+QUICK = 10_000  # values of a program that is rewritten in a fraction of a second
+# Of its traffic, what an elementwise equation costs again: most of it is fused away, on TPU into matrix products that hide it. Where there
+# are none near (a scan over a state), it costs more there too: levels of a quick program are tried for each share.
+_ELEMENTWISE = {"tpu": (0.03, 0.25), "gpu": (0.25,), "cpu": (0.25,)}
 
 Kept = tuple[frozenset[int] | None, ...]  # what each block keeps; None: as written
 
@@ -76,6 +80,7 @@ class Variant:
         leading dimension more.
       extra: node id (as written) → how often it runs again in a step.
       operations: each operation as often as the rewritten program has it: (as written, the node there, which may be a copy).
+      partly: what some trips of a scan keep and others do not.
     """
 
     level: Level
@@ -85,6 +90,7 @@ class Variant:
     stacked: np.ndarray
     extra: Mapping[int, int]
     operations: tuple[tuple[Operation, Node], ...]
+    partly: frozenset[int] = frozenset()
 
     @property
     def kept(self) -> Kept:
@@ -123,18 +129,21 @@ class Remat:
         self._rules: dict[int, tuple[Any, OpRule]] = {}
         self.splittable = [b for b in range(len(self.blocks)) if can_split(self.blocks, b)]
         self.forms = [form(block) for block in self.blocks]
-        self.drops = self._drops()
+        self.quick = len(graph.values) < QUICK
+        self.shares = _ELEMENTWISE[chip.platform][: None if self.quick else 1]
+        self.drops, *self.other_drops = map(self._drops, self.shares)
 
     def levels(self) -> list[Level]:
         """Level 0 keeps all; the last keeps nothing but what enters the blocks."""
         found = [Level((None,) * len(self.blocks))]
         if not self.blocks:
             return found
-        for threshold in self._thresholds():
-            kept = self.kept_at(threshold)
-            if kept != found[-1].kept:
-                found.append(Level(kept, threshold=threshold))
-        return found
+        for drops in (self.drops, *self.other_drops):
+            for threshold in self._thresholds(drops):
+                kept = kept_at(drops, threshold)
+                if all(kept != level.kept for level in found):
+                    found.append(Level(kept, threshold=threshold))
+        return sorted(found, key=lambda level: level.threshold)
 
     def levels_with_host(self) -> list[Level]:
         """``levels()``, then those that offload."""
@@ -202,21 +211,25 @@ class Remat:
         """Ids of the values of block ``b`` that can be saved: those it makes, and what a loop's body is given."""
         return frozenset((*self.blocks[b].inputs, *self.blocks[b].made))
 
-    def _drops(self) -> list[list[Drop]]:
-        """For each block its residuals in the order that they are dropped in; alike blocks are solved once, by places of values."""
+    def _drops(self, share: float) -> list[list[Drop]]:
+        """For each block its residuals in the order that they are dropped in; alike blocks are solved once, by places of values.
+
+        ``share``: of its traffic, what an elementwise equation costs again.
+        """
+        again = functools.partial(self.again_seconds, share=share)
         solved: dict[tuple, tuple[list[Drop], tuple[int, ...]]] = {}
         found: list[list[Drop]] = []
         for block, key in zip(self.blocks, self.forms, strict=True):
             if key not in solved:
-                solved[key] = frontier(block, self.again_seconds, self._kind), block.made
+                solved[key] = frontier(block, again, self._kind), block.made
             drops, made = solved[key]
             here = dict(zip(made, block.made, strict=True))
             found.append([d.of(here) for d in drops])
         return found
 
-    def _thresholds(self) -> list[float]:
+    def _thresholds(self, drops: Sequence[Sequence[Drop]]) -> list[float]:
         """Rising prices, the last infinite, between which about equal shares of bytes are dropped."""
-        events = sorted((d.price, d.bytes_) for drops in self.drops for d in drops)
+        events = sorted((d.price, d.bytes_) for block in drops for d in block)
         share = sum(b for _, b in events) / (MAX_LEVELS - 1)
         chosen: list[float] = []
         dropped = 0.0
@@ -227,15 +240,11 @@ class Remat:
                 dropped = 0.0
         return [*chosen[: MAX_LEVELS - 2], math.inf]
 
-    def kept_at(self, threshold: float) -> Kept:
-        """What each block keeps at a threshold; None: as written."""
-        return tuple(next((d.kept for d in reversed(drops) if d.price <= threshold), None) for drops in self.drops)
-
-    def again_seconds(self, node: Node) -> float:
-        """Seconds that running a node once more adds, unsharded: of elementwise equations, what fusion leaves of their traffic."""
+    def again_seconds(self, node: Node, share: float | None = None) -> float:
+        """Seconds that running a node once more adds, unsharded: of elementwise equations, a share of their traffic (``_ELEMENTWISE``)."""
         if node.bodies:
-            return sum(self.again_seconds(n) * n_times for n, n_times in self._inside(node))
-        return self.node_seconds(node) * (1.0 if node.id in self.operations else _ELEMENTWISE)
+            return sum(self.again_seconds(n, share) * n_times for n, n_times in self._inside(node))
+        return self.node_seconds(node) * (1.0 if node.id in self.operations else self.shares[0] if share is None else share)
 
     def _inside(self, node: Node) -> list[tuple[Node, float]]:
         times = self.groups.times
@@ -275,7 +284,17 @@ class Remat:
         origin = np.array([rewritten.origin.get(n, n) for n in ids], int)
         stacked = np.array([n in rewritten.stacked for n in ids], bool)
         buffers.bytes_[[n in rewritten.host for n in ids]] = 0.0
-        return Variant(level, rewritten, buffers, origin, stacked, self._extra(level, chosen), tuple(self._operations_in(rewritten)))
+        operations = tuple(self._operations_in(rewritten))
+        return Variant(level, rewritten, buffers, origin, stacked, self._extra(level, chosen), operations, self._partly(level))
+
+    def _partly(self, level: Level) -> frozenset[int]:
+        """What some parts of a scan keep and others do not."""
+        found: set[int] = set()
+        for b, split in level.splits:
+            block = self.blocks[b]
+            kept = [{*(block.residuals if part.kept is None else part.kept)} for part in split.parts(block.count, level.kept[b])]
+            found |= set.union(*kept) - set.intersection(*kept)
+        return frozenset(found)
 
     def _operations_in(self, rewritten: Rewritten) -> Iterator[tuple[Operation, Node]]:
         written, origin = self.graph.values, rewritten.origin
@@ -303,3 +322,8 @@ class Remat:
         for rerun in find_reruns(self.blocks, chosen, level.remade):
             run(everything_in(rerun))
         return extra
+
+
+def kept_at(drops: Sequence[Sequence[Drop]], threshold: float) -> Kept:
+    """What each block keeps at a threshold; None: as written."""
+    return tuple(next((d.kept for d in reversed(block) if d.price <= threshold), None) for block in drops)

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from jaxauto.core import MeshAxes
-from jaxauto.solve.candidate import QUICK, Candidate, Found, fastest_of_first, least_of_each
+from jaxauto.solve.candidate import Candidate, Found, fastest_of_first, least_of_each
 from jaxauto.solve.descend import descend
 from jaxauto.solve.eliminate import eliminate
 from jaxauto.solve.finer import SHARES, finer, nearer
@@ -94,7 +94,7 @@ class Search:
         return found
 
     def look(self, budget_bytes: float, levels: Sequence[Level]) -> Found:
-        """Search all ``levels`` under ``budget_bytes``; as long as they get faster, if the first fits without pressure."""
+        """Search all ``levels`` under ``budget_bytes``."""
         started = time.monotonic()
         levels = self.levels = list(levels)
         best: Candidate | None = None
@@ -110,9 +110,8 @@ class Search:
                 if candidate.peak_bytes <= budget_bytes:
                     fitting.append(candidate)
                     best = candidate if best is None or candidate.seconds < best.seconds else best
-            roomy = not self.written
-            if best is not None and (self.out_of_time() or (roomy and best.level < number)):
-                break  # without pressure on memory, recomputing more does not help where recomputing less did not
+            if best is not None and self.out_of_time():
+                break
         leanest = min(least.values(), key=lambda c: c.peak_bytes)
         for base in dict.fromkeys((least[False],) if fitting else (least[False], leanest)):
             mixed = self.mixer.leaner(base, levels, budget_bytes)
@@ -140,7 +139,7 @@ class Search:
     def _between(self, best: Candidate, levels: list[Level], budget_bytes: float) -> Iterator[Candidate]:
         """Candidates of levels between and around ``levels``, which are added to it: where they are faster, sharded as the best is."""
         known = set(levels)
-        for _ in range(_CLOSER if len(levels) > 1 and len(self.remat.graph.values) < QUICK else 0):
+        for _ in range(_CLOSER if len(levels) > 1 and self.remat.quick else 0):
             if self.out_of_time():
                 return
             near = [c for c in finer(self.remat, best, self.model, known, _AROUND) if c.peak_bytes <= budget_bytes]
@@ -313,10 +312,9 @@ class Search:
         assert found.best is not None
         waits = (False, True) if any(level.offloaded for level in self.levels) else (False,)
         for base, waiting, splitting in itertools.product(bases, waits, self.mixer.splitting(self.levels)):
-            quick = len(self.remat.graph.values) < QUICK
-            worth = math.inf if quick else found.best.seconds
+            worth = math.inf if self.remat.quick else found.best.seconds
             mixtures = self.mixer.mixtures(base, self.levels, budget_bytes, waiting=waiting, splitting=splitting, faster_than=worth)
-            if not quick:
+            if not self.remat.quick:
                 mixtures = itertools.chain([base], _noted(mixtures, found.fitting))  # one that is no better than that is one in vain
             mixed = fastest_of_first(mixtures, patience)
             mixed = mixed and self._descended(mixed, budget_bytes)
@@ -364,7 +362,7 @@ class Search:
         which = lambda c: next((k for k, x in enumerate(written) if np.array_equal(c.x, x)), None)  # noqa: E731
         whole = [c for c in found.fitting if c.variant.level == self.levels[c.level]]
         best = least_of_each(whole, lambda c: (c.level, which(c)))
-        return best[: _BASES if len(self.remat.graph.values) < QUICK else 1]
+        return best[: _BASES if self.remat.quick else 1]
 
     def _close(self, found: Found, budget_bytes: float) -> None:
         """Every level that could hold something better: its bound raised, its best answer found (``tighten.py``).

@@ -17,8 +17,8 @@ Cuts that are worked out, for all pairs of what the levels keep, all at once; of
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -127,9 +127,15 @@ class ScanOptions:
         runs = seconds + (segments > 0).sum(axis=0) * self.forward_seconds
         return Costs(before[-1], np.maximum(need - before[-1], 0.0), (count * runs).sum(axis=0))
 
-    def splits(self, ways: Sequence[frozenset[int] | None]) -> list[Option]:
-        """Options that split the scan; ``ways``: what its parts may keep."""
+    def splits(self, ways: Sequence[frozenset[int] | None], beyond: Mapping[frozenset[int] | None, float] | None = None) -> list[Option]:
+        """Options that split the scan.
+
+        Args:
+          ways: what its parts may keep.
+          beyond: seconds that a trip takes beyond what is told here, of each way.
+        """
         trips = [self.trip(kept) for kept in dict.fromkeys(ways)]
+        trips = [replace(trip, seconds=trip.seconds + (beyond or {}).get(trip.kept, 0.0)) for trip in trips]
         tables = [table for head in trips for tail in trips for table in self._tables(head, tail, alone=tail is trips[0])]
         if not tables:
             return []
@@ -149,7 +155,7 @@ class ScanOptions:
         shorter = (_shorter(n, parts, less) for parts in range(1, _PARTS + 1))
         cuts = [*([_pairs(n)] if head is not tail else []), _equal(n), _deeper(n), *shorter]
         for count, segments in cuts:
-            which = np.nonzero((count[-1] > 0) | alone)[0]
+            which = np.nonzero((count[0] > 0) & ((count[-1] > 0) | alone))[0]
             count, segments = count[:, which], segments[:, :, which]
             if len(which):
                 yield _Table(head, tail, count, segments, self.costs(count, segments, [head] * (len(count) - 1) + [tail]))

@@ -19,10 +19,10 @@ from jaxauto.solve.tighten import TOLERANCE
 
 _LEAST = 2e-4  # of a step's time: what a swap has to promise to be tried
 _MOST = 48  # answers that are looked at
-_VALUES = 40_000  # that are rewritten for them in all: fewer answers of a large program
+_VALUES = 60_000  # that are rewritten for them in all: fewer answers of a large program
 _PATIENCE = 16  # answers in a row that are no better, before the rest is left
 _PAIRED = 4  # swaps without room, and what each is tried with
-_HOPELESS = 2.0  # times the budget: what would take more by far is not made to see it, where few can be
+_SURE = 0.25  # of the bytes that are kept in addition, seen at the peak: what has no room so is not tried by itself where few can be
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class _Walk:
         for swap in self._offered():
             if swap.value in self.slower or swap.value in self.large:
                 continue
-            told = self.best.peak_bytes - swap.freed / self.pieces(swap.value)
-            if self.few and told > self.budget * _HOPELESS:
-                self.large[swap.value] = told - self.budget
+            added = max(0.0, -swap.freed) / self.pieces(swap.value)
+            if self.few and self.best.peak_bytes + _SURE * added > self.budget:  # not made to see it
+                self.large[swap.value] = self.best.peak_bytes + added - self.budget
                 continue
             candidate = self._look(swap)
             if candidate is None:
@@ -170,5 +170,5 @@ def _held(block: Block, keep: frozenset[int] | None) -> frozenset[int]:
 
 
 def _again(remat: Remat, block: Block, keep: frozenset[int]) -> float:
-    """Seconds of what runs again, in one trip."""
-    return sum(remat.again_seconds(node) for node in closure(block, keep)[0])
+    """Seconds of what runs again, in one trip, at the most."""
+    return sum(remat.again_seconds(node, max(remat.shares)) for node in closure(block, keep)[0])

@@ -70,9 +70,11 @@ def test_options_add_up_to_what_whole_levels_take(remat):
     for n in range(1, len(levels)):
         assert sum(block[n].seconds for block in told) - written == pytest.approx(0.1 * n)
     for block, before in zip(told, plain, strict=True):
-        for n, option in enumerate(block):
-            if option.kept_bytes == block[0].kept_bytes:  # it does not differ: nothing of the miss is its own
-                assert option.seconds == before[n].seconds
+        miss = {}
+        for option, untold in zip(block, before, strict=True):  # what is kept alike is charged alike, and nothing for the first
+            miss.setdefault(option.what, option.seconds - untold.seconds)
+            assert option.seconds - untold.seconds == pytest.approx(miss[option.what])
+        assert miss[block[0].what] == 0.0
 
 
 def test_a_mixture_takes_what_the_programme_says():

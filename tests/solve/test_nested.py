@@ -102,14 +102,14 @@ def test_memory_is_as_told(make, target):
         assert peak(remat, other, other.remade) == pytest.approx(told.max(), rel=0.02)
 
 
-@pytest.mark.parametrize(("make", "deep"), [(chain, True), (recurrent, False)])
-def test_a_plan_with_less_than_blocks_alone_need(make, deep, tmp_path):
+@pytest.mark.parametrize(("make", "deep", "share"), [(chain, True, 1.001), (recurrent, False, 1.08)])  # at the least scans are cut
+def test_a_plan_with_less_than_blocks_alone_need(make, deep, share, tmp_path):
     step, args = make()
     target = "cpu:1"
     with pytest.raises(jaxauto.InfeasibleError) as error:
         jaxauto.plan(step, *args, target=target, mesh={"data": 1}, memory_budget=1e3, certify=False, progress=False)
     least = error.value.least_bytes
-    plan = jaxauto.plan(step, *args, target=target, mesh={"data": 1}, memory_budget=1.001 * least, certify=False, progress=False)
+    plan = jaxauto.plan(step, *args, target=target, mesh={"data": 1}, memory_budget=share * least, certify=False, progress=False)
     remade = plan.decisions.remade
     assert (max(depth for _, depth in remade) > 1) == deep
     plan.save(tmp_path / "plan.json")

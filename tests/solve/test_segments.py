@@ -75,6 +75,16 @@ def test_memory_is_as_told():
     assert np.std(off) / (2 * ROWS * WIDTH) < 1.5
 
 
+def test_what_one_trip_alone_keeps_is_in_memory_for_none():
+    """Of operands that a ring makes as it reads them: what holds of one trip in eight must not speed up all of them."""
+    remat, number, _ = prepared(*chain())
+    block, nothing = remat.blocks[number], frozenset()
+    everything = frozenset(block.residuals)
+    for kept, rest, partly in ((None, nothing, everything), (nothing, None, everything), (everything, None, nothing)):
+        split = Split((), (Trips(block.count - 1, (), rest),))
+        assert remat.variant(leveled(remat.levels()[-1], number, kept, split)).partly == partly
+
+
 def test_how_often_nodes_run():
     """``Variant.extra`` counts what the rewritten program does."""
     step, args = chain(8, 16, 32)
