@@ -132,6 +132,12 @@ def is_key_dtype(dtype: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
+def dtype_name(dtype: Any) -> str:
+    """What it is called, also an extended type such as that of keys; numpy builds the name anew each time."""
+    return str(dtype)
+
+
+@functools.lru_cache(maxsize=256)
 def itemsize(dtype: Any) -> float:
     """Bytes of one element; a PRNG key counts its uint32 words; int4 counts half a byte."""
     if is_key_dtype(dtype):
@@ -140,8 +146,7 @@ def itemsize(dtype: Any) -> float:
         for n in base:
             words *= n
         return 4.0 * words
-    name = str(dtype)
-    if name in ("int4", "uint4", "float4_e2m1fn"):
+    if dtype_name(dtype) in ("int4", "uint4", "float4_e2m1fn"):
         return 0.5
     return float(dtype.itemsize)
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxauto import compat
 from jaxauto.core import MATRIX, Graph, Kind, Node, OpRule, Value
 from jaxauto.cost.liveness import Buffers
 from jaxauto.cost.patterns import makes_view
@@ -62,7 +63,7 @@ class Rounded:
 
 def is_narrow(value: Value) -> bool:
     """Whether XLA:CPU computes a value in another type than its own."""
-    return str(value.dtype) in NARROW
+    return compat.dtype_name(value.dtype) in NARROW
 
 
 def order(node: Node, place: int) -> tuple[int, ...]:

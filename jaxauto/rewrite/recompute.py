@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 from jaxauto.blocks import Block, closure, find_blocks, phases
 from jaxauto.core import Graph, Literal, Node, Split
@@ -102,13 +103,37 @@ class _Recomputation:
     dropped: frozenset[int]
 
 
+@dataclass(frozen=True)
+class _Order:
+    """Of the nodes of a graph: phases (``blocks.phases``) and positions, by id; of its values: readers and ``ripeness``."""
+
+    phase: Mapping[int, int]
+    position: Mapping[int, int]
+    readers: Mapping[int, list[int]]
+    ripe: Mapping[int, int]
+
+
+_orders: WeakKeyDictionary[Graph, _Order] = WeakKeyDictionary()  # of programs as written, which are rewritten again and again
+
+
+def _order_of(program: Program, graph: Graph, original: Graph) -> _Order:
+    """Of ``graph``, a copy of ``original`` in which scans may have been rewritten."""
+    same = len(graph.nodes) == len(original.nodes) and all(a.inputs is b.inputs for a, b in zip(graph.nodes, original.nodes, strict=True))
+    if same and original in _orders:
+        return _orders[original]
+    phase = phases(original)
+    phase.update((new, phase[old]) for new, old in program.stands_for.items() if old in phase)
+    order = _Order(phase, {node.id: k for k, node in enumerate(graph.nodes)}, readers_of(graph), ripeness(graph, phase))
+    if same:
+        _orders[original] = order
+    return order
+
+
 def _rewrite_straight(program: Program, chosen: _Straight) -> None:
     original = chosen.graph
     graph = program.graphs[id(original)]
-    phase = phases(original)
-    phase.update((new, phase[old]) for new, old in program.stands_for.items() if old in phase)
-    position = {node.id: k for k, node in enumerate(graph.nodes)}
-    readers = readers_of(graph)
+    order = _order_of(program, graph, original)
+    phase, readers = order.phase, order.readers
     starts: dict[int, list[_Recomputation]] = {}
     for block, kept in chosen.blocks:
         nodes, reads = closure(block, kept)
@@ -126,10 +151,9 @@ def _rewrite_straight(program: Program, chosen: _Straight) -> None:
             starts.setdefault(min(uses), []).insert(0, work)
     result: list[Node] = []
     names: _Names = {}
-    ripe = ripeness(graph, phase)
     for k, node in enumerate(graph.nodes):
         for work in starts.get(k, ()):
-            cotangent = cotangent_at(program, graph, k, phase, readers, position, ripe)
+            cotangent = cotangent_at(program, graph, k, phase, readers, order.position, order.ripe)
             result += _made_again(program, work, cotangent, node, names)
         late = {x: names[x][0] for x in node.inputs if isinstance(x, int) and x in names and phase[node.id] > names[x][1]}
         read_as(node, late)

@@ -6,11 +6,11 @@ all others ``unknown_primitive_message`` is what the user should read once.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from jaxauto import compat
 from jaxauto.core import Kind, OpRule
 from jaxauto.errors import JaxAutoError
 
@@ -150,12 +150,7 @@ def signature(eqn: Eqn) -> Hashable | None:
 
 
 def _aval_key(var: Var) -> tuple:
-    return shape_of(var), _text(getattr(var.aval, "dtype", var.aval))
-
-
-@functools.lru_cache(maxsize=256)
-def _text(dtype: Hashable) -> str:
-    return str(dtype)  # numpy builds the name anew each time
+    return shape_of(var), compat.dtype_name(getattr(var.aval, "dtype", var.aval))
 
 
 def shape_of(var: Var) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ class Mixer:
 
     def __init__(self, search: Search):
         self.search = search
+        self.known: dict[tuple, Candidate] = {}  # bases that are sharded alike lead to the same answers
 
     def splitting(self, levels: Sequence[Level]) -> tuple[bool, ...]:
         """Whether to mix without splits, and with them."""
@@ -90,7 +91,10 @@ class Mixer:
         apart = {y for b, _ in splits for node in (self.search.remat.blocks[b].scan or ())[:1] for y in node.outputs}
         remade = frozenset((v, depth) for v, depth in level.remade if v not in apart)
         level = replace(level, kept=kept, offloaded=offloaded, remade=remade, splits=splits)
-        return self.search.candidate(self.search.model(self.search.remat.variant(level)), base.x, base.level)
+        key = level, base.level, base.x.tobytes()
+        if key not in self.known:
+            self.known[key] = self.search.candidate(self.search.model(self.search.remat.variant(level)), base.x, base.level)
+        return self.known[key]
 
     def options(self, base: Candidate, levels: list[Level], *, waiting: bool = False, splitting: bool = False) -> list[list[Option]]:
         """For each block what it costs under each level, with the shardings of ``base``; see ``mixtures``."""

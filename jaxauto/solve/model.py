@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxauto import compat
 from jaxauto.core import MeshAxes
 from jaxauto.cost.compute import factor_dims
 from jaxauto.cost.halo import SIDES, halo_collectives
@@ -212,7 +213,7 @@ class Model:
     def passage_bytes(self, number: int) -> float:
         """Bytes of a value as collectives see it: XLA:CPU, which has no 16-bit arithmetic, sends them as float32."""
         value = self.values[number]
-        widened = not self.mesh.scatters and str(value.dtype) in ("bfloat16", "float16")
+        widened = not self.mesh.scatters and compat.dtype_name(value.dtype) in ("bfloat16", "float16")
         return value.nbytes * (2.0 if widened else 1.0)
 
     def edge_bytes(self, e: Edge) -> float:
