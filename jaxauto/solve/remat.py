@@ -2,6 +2,7 @@
 
 A level is a threshold on seconds per byte: in each block the residuals that cost less than that to make again are dropped, in the order of
 ``frontier.py``. Level 0 is the step as written. Thresholds are taken where together they drop even shares of all residual bytes.
+What elementwise equations cost again depends on what reads them: there is a ladder of levels for each share (``_ELEMENTWISE``).
 With offloading there are more levels: of what a level still keeps, the dearest to make again go to the host's memory, half or all of them;
 and where the search asks for it, so does what only the optimizer reads.
 """
@@ -130,7 +131,7 @@ class Remat:
         self.splittable = [b for b in range(len(self.blocks)) if can_split(self.blocks, b)]
         self.forms = [form(block) for block in self.blocks]
         self.quick = len(graph.values) < QUICK
-        self.shares = _ELEMENTWISE[chip.platform][: None if self.quick else 1]
+        self.shares = _ELEMENTWISE[chip.platform][: None if self.quick else 1]  # of a large program one ladder is rewritten
         self.drops, *self.other_drops = map(self._drops, self.shares)
 
     def levels(self) -> list[Level]:
