@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxauto import compat
 from jaxauto.core import Graph, LinkKind, Node
 from jaxauto.graph import FillEqn
 
@@ -120,7 +121,7 @@ def fill_together(graph: Graph, start: dict[int, int], in_place: Set[int]) -> No
         for stack in _filled(loop):
             if stack in start and stack not in in_place:
                 value = graph.values[stack]
-                alike.setdefault((value.shape, str(value.dtype)), []).append(stack)
+                alike.setdefault((value.shape, compat.dtype_name(value.dtype)), []).append(stack)
         for body in loop.bodies:
             fill_together(body, start, in_place)
     for stacks in alike.values():

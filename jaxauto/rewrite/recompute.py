@@ -104,7 +104,7 @@ class _Recomputation:
 
 
 @dataclass(frozen=True)
-class _Order:
+class _Wiring:
     """Of the nodes of a graph: phases (``blocks.phases``) and positions, by id; of its values: readers and ``ripeness``."""
 
     phase: Mapping[int, int]
@@ -113,27 +113,27 @@ class _Order:
     ripe: Mapping[int, int]
 
 
-_orders: WeakKeyDictionary[Graph, _Order] = WeakKeyDictionary()  # of programs as written, which are rewritten again and again
+_wirings: WeakKeyDictionary[Graph, _Wiring] = WeakKeyDictionary()  # of programs as written, which are rewritten again and again
 
 
-def _order_of(program: Program, graph: Graph, original: Graph) -> _Order:
+def _wiring_of(program: Program, graph: Graph, original: Graph) -> _Wiring:
     """Of ``graph``, a copy of ``original`` in which scans may have been rewritten."""
     same = len(graph.nodes) == len(original.nodes) and all(a.inputs is b.inputs for a, b in zip(graph.nodes, original.nodes, strict=True))
-    if same and original in _orders:
-        return _orders[original]
+    if same and original in _wirings:
+        return _wirings[original]
     phase = phases(original)
     phase.update((new, phase[old]) for new, old in program.stands_for.items() if old in phase)
-    order = _Order(phase, {node.id: k for k, node in enumerate(graph.nodes)}, readers_of(graph), ripeness(graph, phase))
+    wiring = _Wiring(phase, {node.id: k for k, node in enumerate(graph.nodes)}, readers_of(graph), ripeness(graph, phase))
     if same:
-        _orders[original] = order
-    return order
+        _wirings[original] = wiring
+    return wiring
 
 
 def _rewrite_straight(program: Program, chosen: _Straight) -> None:
     original = chosen.graph
     graph = program.graphs[id(original)]
-    order = _order_of(program, graph, original)
-    phase, readers = order.phase, order.readers
+    wiring = _wiring_of(program, graph, original)
+    phase, readers = wiring.phase, wiring.readers
     starts: dict[int, list[_Recomputation]] = {}
     for block, kept in chosen.blocks:
         nodes, reads = closure(block, kept)
@@ -153,7 +153,7 @@ def _rewrite_straight(program: Program, chosen: _Straight) -> None:
     names: _Names = {}
     for k, node in enumerate(graph.nodes):
         for work in starts.get(k, ()):
-            cotangent = cotangent_at(program, graph, k, phase, readers, order.position, order.ripe)
+            cotangent = cotangent_at(program, graph, k, phase, readers, wiring.position, wiring.ripe)
             result += _made_again(program, work, cotangent, node, names)
         late = {x: names[x][0] for x in node.inputs if isinstance(x, int) and x in names and phase[node.id] > names[x][1]}
         read_as(node, late)
