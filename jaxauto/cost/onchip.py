@@ -21,7 +21,6 @@ from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule
 from jaxauto.cost.liveness import Buffers
 from jaxauto.graph import walk
 
-RESERVED = 16 * 2**20  # bytes of on-chip memory for what runs: the default of xla_tpu_scoped_vmem_limit_kib
 _PATIENCE = 10.0  # times that it takes to copy on-chip memory full: no longer between two uses
 _FILLED = 6 / 7  # of what arrays may take: a heap has gaps (fitted: SSM, the fullest of scripts/results/accuracy.md)
 _SMALL = 1 / 1024  # of on-chip memory: there is always room
@@ -64,7 +63,7 @@ class Placed:
 
 def capacity(chip: Any) -> float:
     """Bytes of on-chip memory that arrays may take; 0 where a chip has none."""
-    return chip.vmem_bytes - min(RESERVED, chip.vmem_bytes / 4)
+    return max(0.0, chip.vmem_bytes - chip.scoped_bytes)
 
 
 def room(chip: Any) -> float:

@@ -120,6 +120,11 @@ class Chip:
         return float(self.numbers["vmem_bytes"].value) if "vmem_bytes" in self.numbers else 0.0
 
     @property
+    def scoped_bytes(self) -> float:
+        """Of ``vmem_bytes``, what is left to whatever runs; no array is kept there."""
+        return float(self.numbers["scoped_bytes"].value) if "scoped_bytes" in self.numbers else 0.0
+
+    @property
     def cores(self) -> int:
         """Cores that share a device's work, each with on-chip memory of its own."""
         return int(self.numbers["cores"].value) if "cores" in self.numbers else 1

@@ -14,6 +14,7 @@ BOOK = "How to Scale Your Model (jax-ml.github.io/scaling-book)"
 BOOK_GPU = "How to Scale Your Model, GPUs (jax-ml.github.io/scaling-book/gpus)"
 GOOGLE = "docs.cloud.google.com/tpu/docs/{}"
 PALLAS = "jax, pallas/mosaic/tpu_info.py"
+_SCOPED = "XLA's default of xla_tpu_scoped_vmem_limit_kib: programs with this value of it are those without"
 NVIDIA = "NVIDIA {} datasheet"
 XLA_SPEC = "openxla/xla, gpu/target_config/specs/{}.txtpb"
 RECIPES = "AI-Hypercomputer/tpu-recipes, microbenchmarks"
@@ -35,7 +36,8 @@ def _tpu(
     host: Number,
     network: Number,
     clock: Number,
-    vmem_mib: int,  # of one core: where a device has two (v4, v5p), XLA keeps no array on chip that is larger (v5p: 36 MiB in 50 programs)
+    vmem_mib: int,  # of one core: where a device has two (v5p), XLA keeps no array on chip that is larger (v5p: 36 MiB in 50 programs)
+    scoped_mib: int = 16,
     cores: int = 1,
     devices_per_chip: int = 1,
 ) -> Chip:
@@ -56,6 +58,7 @@ def _tpu(
         "network_bandwidth": network,
         "clock_ghz": clock,
         "vmem_bytes": Number(vmem_mib * 2**20, "byte", PALLAS),
+        **({"scoped_bytes": Number(scoped_mib * 2**20, "byte", _SCOPED, "fitted")} if scoped_mib else {}),
         "cores": Number(cores, "1", BOOK),
         "flops_efficiency": Number(0.9, "1", f"{RECIPES}: v6e bf16 matmul 8192^3 at 827 of 918 Tflop/s", "fitted"),
         "bandwidth_efficiency": Number(0.85, "1", f"{RECIPES}: HBM copies at 83 % (v6e) and 87 % (tpu7x)", "fitted"),
@@ -93,8 +96,8 @@ _TPUS = (
         host=Number(16e9, "byte/s", BOOK),
         network=Number(25e9 / 4, "byte/s", f"{BOOK}: 25 GB/s for each host of 4 chips"),
         clock=_clock(1.05),
-        vmem_mib=16,
-        cores=2,
+        vmem_mib=128,  # CMEM, which both cores share: arrays are kept there, not in the 16 MiB of VMEM
+        scoped_mib=0,
     ),
     _tpu(
         "v5e",
@@ -144,6 +147,7 @@ _TPUS = (
         network=Number(12.5e9, "byte/s", GOOGLE.format("v6e")),
         clock=_clock(1.75),
         vmem_mib=128,
+        scoped_mib=32,
     ),
     _tpu(
         "tpu7x",
@@ -161,6 +165,7 @@ _TPUS = (
         network=Number(12.5e9 / 2, "byte/s", GOOGLE.format("tpu7x")),
         clock=_clock(1.75, "assumed"),
         vmem_mib=64,
+        scoped_mib=32,
     ),
 )
 

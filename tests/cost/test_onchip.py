@@ -15,6 +15,7 @@ from jaxauto.cost.onchip import Near, capacity, place
 from jaxauto.graph import walk
 from jaxauto.rules import rule_for
 from jaxauto.strategies import WHOLE
+from jaxauto.targets import CHIPS
 from jaxauto.targets.target import Target
 
 from .test_fusion import array, buffers_of
@@ -184,6 +185,12 @@ def test_a_dot_is_not_charged_for_what_stays_nor_memory(batch, stays):
 def test_no_room_is_no_on_chip_memory():
     numbers = {k: v for k, v in CHIP.numbers.items() if k != "vmem_bytes"}
     assert capacity(dataclasses.replace(CHIP, numbers=numbers)) == 0
+
+
+@pytest.mark.parametrize(("name", "mib"), [("v4", 128), ("v5e", 112), ("v5p", 48), ("v6e", 96), ("tpu7x", 32)])
+def test_what_runs_needs_a_part_of_on_chip_memory(name, mib):
+    """XLA's default scoped limit: 16 MiB on v5e and v5p, 32 on v6e and tpu7x; v4 keeps arrays in CMEM."""
+    assert capacity(CHIPS[name]) == mib * 2**20
 
 
 @pytest.mark.parametrize(("target", "stays"), [("v5e:1", True), ("v5p:1x1x1", False)])
