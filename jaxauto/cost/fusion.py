@@ -129,7 +129,8 @@ class _Fusion:
             self.touch(root, end)
         self.last.update(dict.fromkeys(inputs, end))
         written = self.merge(inputs)
-        kept = inputs | self.in_place | (self.clusters.in_tuple if self.clusters else set())  # on TPU none of one fusion's several results
+        in_tuple = frozenset(self.clusters.in_tuple if self.clusters else ())
+        kept = inputs | self.in_place | in_tuple  # none of one fusion's several results
         if self.kernels:
             fill_together(self.graph, self.start, self.in_place)
         if self.hides:
@@ -153,6 +154,7 @@ class _Fusion:
             stored=frozenset(n for n in self.start if n not in self.unwritten),
             held=self.clusters.held if self.clusters else {},
             beside=self.beside,
+            in_tuple=in_tuple,
         )
 
     def bytes_of(self, fixed: set[int], number: int) -> float:

@@ -44,6 +44,7 @@ class Buffers:
       held: value without a buffer that a dot reads or makes → the buffers it is read from or written to instead.
       read_at: node id → the values that fused equations read from HBM where the node writes its result. Slices and constants of a loop
         go by their ids in the body. stored: all values that get a buffer written, those that reuse a donated input too.
+      in_tuple: values that are one of several results of a fusion, as far as is known.
     """
 
     ids: np.ndarray
@@ -61,6 +62,7 @@ class Buffers:
     stored: frozenset[int] = frozenset()
     held: dict[int, tuple[int, ...]] = field(default_factory=dict)
     beside: dict[int, Beside] = field(default_factory=dict)
+    in_tuple: frozenset[int] = frozenset()
 
 
 def take_over(

@@ -19,11 +19,13 @@ import numpy as np
 
 from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule
 from jaxauto.cost.liveness import Buffers
+from jaxauto.cost.patterns import is_strided
 from jaxauto.graph import walk
 
 _PATIENCE = 10.0  # times that it takes to copy on-chip memory full: no longer between two uses
 _FILLED = 6 / 7  # of what arrays may take: a heap has gaps (fitted: SSM, the fullest of scripts/results/accuracy.md)
 _SMALL = 1 / 1024  # of on-chip memory: there is always room
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "optimization_barrier"})  # of memory, as they are
 _TRIPS = 5  # that the compiler takes any loop to make (kWhileExecutionCount)
 
 
@@ -157,6 +159,9 @@ class _Placement:
                     self.seconds[at] += self.arrays[root].bytes_ * self.byte_seconds
             if node.id in self.operations:
                 self._operation(node, self.operations[node.id], at)
+        if self.shared:
+            for n in [n for n in self.arrays if self._is_instruction(n)]:
+                self.arrays[n].begin, self.arrays[n].stays = None, False
         for link in (e for n in nodes for e in n.links if e.kind is LinkKind.CARRY and e.target in self.arrays):
             if any(self.arrays[r].begin is None for r in self._holders(link.source)):  # the trip before has left it in HBM
                 self.arrays[link.target].begin, self.arrays[link.target].stays = None, False
@@ -180,6 +185,24 @@ class _Placement:
             elif link.kind in (LinkKind.INIT, LinkKind.CONST, LinkKind.XS):
                 for root in roots:
                     self.arrays[root].uses.append(_Use(begin, 0.0, by=(node.id, -1)))
+
+    def _is_instruction(self, number: int) -> bool:
+        """Whether a value is made by an instruction that is no fusion: of what is in memory already, without constants, and nothing else
+        beside it. Where two cores share a device such are in HBM (as seen in v5p's programs: 6,000 of 6,000; of fusions two fifths)."""
+        node = self.graph.values[number].producer
+        if node is None or node.bodies or node.id in self.operations or number in self.buffers.in_tuple:
+            return False
+        scalar = (not isinstance(x, int) or self.graph.values[x].elements == 1 for x in node.inputs)
+        return is_strided(node) or not any(s or self._in_memory(x) is None for x, s in zip(node.inputs, scalar, strict=True))
+
+    def _in_memory(self, x: int) -> int | None:
+        """The buffer that a value is a view of."""
+        while x not in self.arrays:
+            node = self.graph.values[x].producer
+            if node is None or node.prim not in _VIEWS:
+                return None
+            x = node.inputs[node.outputs.index(x)]
+        return x
 
     def _holders(self, x: int) -> list[int]:
         """The buffers that hold a value."""

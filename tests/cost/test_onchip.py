@@ -204,3 +204,18 @@ def test_what_both_cores_of_a_chip_leave_in_hbm_the_next_trip_finds_there(target
     (loop,) = (n for n in walk(graph) if n.prim == "scan")
     carry = loop.bodies[0].inputs[0]
     assert placed.reads[buffers.ids.tolist().index(carry)] == float(stays)
+
+
+@pytest.mark.parametrize(("target", "stays"), [("v5e:1", True), ("v5p:1x1x1", False)])
+def test_with_two_cores_only_fusions_leave_results_on_chip(target, stays):
+    """As compiled: strided slices, dilating pads and lone equations are instructions of their own, which v5p writes to HBM."""
+
+    def fn(x):
+        even, odd = x[::2], x[1::2]
+        mixed = jnp.tanh(even * 2 + odd)
+        return jax.lax.reduce_max(mixed[::2] + mixed[1::2], (0, 1))
+
+    graph, buffers, placed = found(fn, array(512, 1024), target=target)
+    where = {graph.values[n].producer: bool(on) for n, on in zip(buffers.ids.tolist(), placed.written, strict=True)}
+    made = {prim: {on for node, on in where.items() if node is not None and node.prim == prim} for prim in ("slice", "tanh")}
+    assert made == {"slice": {stays}, "tanh": {True}}
