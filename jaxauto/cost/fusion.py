@@ -308,7 +308,8 @@ class _Fusion:
             return True
         if sum(self.clusters is None or self.kind(u) not in FUSING for u in value.users) < 2:
             return False
-        wide = [self.values[r].nbytes for r in roots if 2 * self.values[r].elements >= value.elements]
+        slices = self.clusters.slices if self.clusters else ()  # made where they are read
+        wide = [self.values[r].nbytes for r in roots if 2 * self.values[r].elements >= value.elements and r not in slices]
         moves_more = len(wide) > 1 and (self.clusters is None or sum(wide) > value.nbytes)
         return value.id in self.costly or moves_more or len(roots) > _MAX_ROOTS
 

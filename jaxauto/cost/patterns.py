@@ -21,11 +21,11 @@ _WORTH, _WORTH_QUICK, _QUICK = 0.77, 1.05, 6.0
 
 
 def is_deep(node: Node) -> bool:
-    """A dot that makes scores of four dimensions or more over a long head dimension: it does not wait for a softmax's sum."""
-    if node.prim != "dot_general" or len(node.eqn.outvars[0].aval.shape) < 4:
+    """A dot that does not wait for the sum of its rows: over a long head dimension, or by a weight, whatever that is."""
+    if node.prim != "dot_general":
         return False
-    left, contracted = node.eqn.invars[0].aval, node.params["dimension_numbers"][0][0]
-    return math.prod(left.shape[d] for d in contracted) > DEPTH
+    (contracted, _), (batch, _) = node.params["dimension_numbers"]
+    return not batch or math.prod(node.eqn.invars[0].aval.shape[d] for d in contracted) > DEPTH
 
 
 def is_flat(value: Value) -> bool:

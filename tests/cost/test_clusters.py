@@ -89,6 +89,34 @@ def test_what_fans_out_is_stored_if_reading_what_it_is_made_of_moves_more(dtype,
     assert ("mul" in made_by(graph, buffers)) == stored
 
 
+@pytest.mark.parametrize("looped", [False, True])
+def test_what_is_made_of_a_trips_slice_is_made_again(looped):
+    """As compiled for v5e and v5p, in the gradient of a norm: the slice is made where it is read, so it is no second array to read."""
+
+    def both(x, y):
+        z = x * y
+        return z / jnp.sum(z, 1, keepdims=True)
+
+    def over(x, stack):
+        return jax.lax.scan(lambda x, y: (both(x, y), None), x, stack)[0]
+
+    graph, buffers = on_tpu(over, X, array(4, 32, 32)) if looped else on_tpu(both, X, X)
+    body = [graph.values[int(n)].producer for n in buffers.ids if graph.values[int(n)].shape == X.shape]
+    assert ("mul" in {node.prim for node in body if node is not None}) == (not looped)
+
+
+def test_a_norm_of_a_product_with_a_weight_is_a_pass_of_its_own():
+    """As compiled for v5e and v5p, rows of 1,024: the product is written, and read again."""
+
+    def fn(x, w):
+        y = jnp.einsum("bld,dk->blk", x, w)
+        return jax.lax.optimization_barrier(y * jax.lax.rsqrt(jnp.sum(y * y, -1, keepdims=True)))
+
+    graph, buffers = on_tpu(fn, array(2, 64, 64), array(64, 1024))
+    reads = {graph.values[int(n)].producer: r for n, r in zip(buffers.ids, buffers.reads, strict=True)}
+    assert sum(r for node, r in reads.items() if node is not None and node.prim == "dot_general") == 1
+
+
 def test_what_two_dots_read_is_stored_if_it_is_dear():
     shared = lambda x, y: (lambda t: (t @ y, y @ t))(jnp.tanh(x))  # noqa: E731
     assert "tanh" in made_by(*on_tpu(shared, X, X))
