@@ -16,6 +16,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ UNLIMITED = 1e15
 SHARES = (0.05, 0.15, 0.25, 0.35, 0.5)  # of communication that can hide, tried
 DRAWN = 4  # random programs of each kind
 GENERATED = 8  # train steps
+APART = (0.0, 0.02, 0.05, 0.1)  # of the faster one's time
 
 
 def models(group: str, devices: int) -> dict[str, Callable[[], tuple[Callable, tuple]]]:
@@ -237,6 +239,27 @@ def ranks(found: dict[str, dict]) -> list[str]:
             text.append(f"{np.median(known):.2f}, {min(known):.2f}" if known else "")
         if pairs:
             lines.append(f"| {chip} | {len(pairs)} | {' | '.join(text)} |")
+    return [*lines, "", *ordered(found)]
+
+
+def ordered(found: dict[str, dict]) -> list[str]:
+    """Of two plans of one model on the same devices: how often the one that is told to be faster is. Ranks of plans that all but tie are
+    noise, so pairs are counted by what lies between them."""
+    lines = ["Of pairs of plans of one model on the same devices whose schedules differ by more than this, in the right order:", ""]
+    lines += [f"| target | {' | '.join(f'{gap:.0%}' for gap in APART)} |", "|---|" + "---|" * len(APART)]
+    for chip in TARGETS:
+        alike: dict[tuple, list[list[float]]] = defaultdict(list)
+        for key, row in found.items():
+            group, model, sharding, _, on = key.split(" | ")
+            if on == chip and row["outcome"] == "compiled":
+                alike[group, model, sharding == "one device"].append(row["rows"][QUANTITIES["time"]])
+        pairs = [pair for plans in alike.values() for pair in combinations(plans, 2)]
+        cells = []
+        for gap in APART:
+            right = [(a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs if max(a[1], b[1]) > (1 + gap) * min(a[1], b[1])]
+            cells.append(f"{sum(right)} of {len(right)}")
+        if pairs:
+            lines.append(f"| {chip} | {' | '.join(cells)} |")
     return [*lines, ""]
 
 
