@@ -314,8 +314,9 @@ class Search:
         for base, waiting, splitting in itertools.product(bases, waits, self.mixer.splitting(self.levels)):
             worth = math.inf if self.remat.quick else found.best.seconds
             mixtures = self.mixer.mixtures(base, self.levels, budget_bytes, waiting=waiting, splitting=splitting, faster_than=worth)
+            mixtures = _noted(mixtures, found.fitting)
             if not self.remat.quick:
-                mixtures = itertools.chain([base], _noted(mixtures, found.fitting))  # one that is no better than that is one in vain
+                mixtures = itertools.chain([base], mixtures)  # one that is no better than that is one in vain
             mixed = fastest_of_first(mixtures, patience)
             mixed = mixed and self._descended(mixed, budget_bytes)
             if mixed is not None and mixed.seconds < found.best.seconds:
@@ -326,7 +327,9 @@ class Search:
         assert found.best is not None
         found.fitting += [c for c in nearer(self.remat, found.fitting, self.mixer.keeping) if c.peak_bytes <= budget_bytes]
         found.best = min([found.best, *found.fitting], key=lambda c: c.seconds)
-        found.fitting += self._swap(found.best, self.levels, budget_bytes)
+        alike = [c for c in found.fitting if not c.variant.level.splits]  # a swap changes the head of a scan that is cut, not the rest
+        for start in dict.fromkeys((found.best, min(alike, key=lambda c: c.seconds, default=found.best))):
+            found.fitting += self._swap(start, self.levels, budget_bytes)
         found.best = min([found.best, *found.fitting], key=lambda c: c.seconds)
         if _MIXED in self.models:  # a program of its own, with a bound of its own
             problem = self.models[_MIXED].problem
