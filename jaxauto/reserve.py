@@ -26,7 +26,7 @@ GAPS = {"tpu": 1.9}  # largest arrays
 _FINER = 24  # answers between the levels that are looked at
 # Of a step's time that room may take: what is over the budget by its gaps mostly runs, in the share of memory left out of it.
 _DEAREST = 0.03
-_AGAIN = 0.005  # that it has to take before the search is asked once more, for the budget without the gaps
+_AGAIN = 0.005  # that it has to take on the only mesh before that is searched once more, for the budget without the gaps
 _NEAR = 1e-3  # of a step's time: an answer with room that is nearer than this to the best one is taken as it is
 
 
@@ -62,7 +62,7 @@ def with_room(solved: Any, budget: float, options: Any, progress: Callable[[str]
     told = "certify=True has the compiler say what it needs"
     source, found = solved, _with_room(solved, budget, options)
     slower = found.seconds / best.seconds - 1 if found else math.inf
-    if slower > _AGAIN and solved.remat.quick:
+    if slower > (_AGAIN if len(solved.meshes) == 1 else _DEAREST) and solved.remat.quick:
         progress("planning again, with room for gaps in the compiler's heap")
         with contextlib.suppress(InfeasibleError):
             again = searched(solved.step, solved.target, budget - gaps, options, progress, before=solved)

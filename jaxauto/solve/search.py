@@ -327,8 +327,11 @@ class Search:
         assert found.best is not None
         found.fitting += [c for c in nearer(self.remat, found.fitting, self.mixer.keeping) if c.peak_bytes <= budget_bytes]
         found.best = min([found.best, *found.fitting], key=lambda c: c.seconds)
-        alike = [c for c in found.fitting if not c.variant.level.splits]  # a swap changes the head of a scan that is cut, not the rest
-        for start in dict.fromkeys((found.best, min(alike, key=lambda c: c.seconds, default=found.best))):
+        starts = [found.best]
+        if found.best.variant.level.splits:  # a swap changes the head of a scan that is cut, not the rest
+            alike = [c for c in found.fitting if not c.variant.level.splits]
+            starts += sorted(alike, key=lambda c: c.seconds)[:1]
+        for start in starts:
             found.fitting += self._swap(start, self.levels, budget_bytes)
         found.best = min([found.best, *found.fitting], key=lambda c: c.seconds)
         if _MIXED in self.models:  # a program of its own, with a bound of its own
