@@ -214,8 +214,8 @@ def test_seconds_on_a_target():
 
 
 def test_what_fits_on_chip_memory_moves_but_takes_no_time():
-    """v5p has 128 MiB beside the cores; what lives briefly there is not waited for."""
-    small, large = (jaxauto.profile(lambda x: jnp.tanh(jnp.sort(jnp.sin(x))) * 2, array(n), target="v5p:1x1x1") for n in (2**10, 2**26))
+    """v5e has 128 MiB beside its core; what lives briefly there is not waited for. (Two cores, as v5p has, pass a sort on through HBM.)"""
+    small, large = (jaxauto.profile(lambda x: jnp.tanh(jnp.sort(jnp.sin(x))) * 2, array(n), target="v5e:1") for n in (2**10, 2**26))
     assert small.bytes_accessed / 2**10 == large.bytes_accessed / 2**26
     assert small.seconds / 2**10 < 0.7 * large.seconds / 2**26
 
