@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from jaxauto.core import MATRIX, Kind, Node, OpRule, Value
 from jaxauto.cost.liveness import Beside
-from jaxauto.cost.patterns import ROW, is_deep, is_flat, lanes_filled
+from jaxauto.cost.patterns import ROW, is_flat, lanes_filled, sums_later
 
 FUSING = MATRIX
 _APART = FUSING | {Kind.GATHER, Kind.SCATTER, Kind.OPAQUE}
@@ -228,7 +228,7 @@ class Clusters:
         else that is as wide (a softmax's gradient), or any sum of scores that are alone (``patterns.py``), or a sum that needs another one
         (probabilities: the sum of the exp needs the maximum)."""
         node = self._node(dot)
-        limit = 1 + 1e-9 if is_deep(node) or is_flat(self.values[dot]) else ROW
+        limit = 1 + 1e-9 if sums_later(node) or is_flat(self.values[dot]) else ROW
         found: list[int] = []
         waited_for: set[int] = set()
         depth: dict[int, int] = {}  # how many sums and maxima of rows, each needing the one before, go into a value

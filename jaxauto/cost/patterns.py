@@ -20,7 +20,7 @@ DEPTH = 112  # elements of a head dimension: seen fused up to here, apart from 1
 _WORTH, _WORTH_QUICK, _QUICK = 0.77, 1.05, 6.0
 
 
-def is_deep(node: Node) -> bool:
+def sums_later(node: Node) -> bool:
     """A dot that does not wait for the sum of its rows: over a long head dimension, or by a weight, whatever that is."""
     if node.prim != "dot_general":
         return False
