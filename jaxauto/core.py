@@ -386,7 +386,8 @@ class Decisions:
       values: value id → sharding to pin it to.
       operands: (first result of a node, operand index) → sharding of that operand for that node alone.
       kept: for each block of ``blocks.find_blocks`` the value ids it keeps for the backward pass, or None for as written.
-      gathered_late: (first result, operand index) whose gather waits for the backward pass (else it is merged with the forward one's).
+      gathered_late: (first result, operand index) whose gather waits for the backward pass (else it is merged with the forward one's) →
+        the value that it waits for, in memory before the node runs; None: the other operand of the node.
       made: value id → sharding it is made in before it gets the one in ``values``: a conversion that narrows comes before a gather.
       offloaded: values that are in the host's memory between the passes; arguments and results that are there between steps.
       remade: values between blocks that are made again for the backward pass, and the depth of each, see ``reruns.py``.
@@ -399,7 +400,7 @@ class Decisions:
     values: Mapping[int, Sharding] = field(default_factory=dict)
     operands: Mapping[tuple[int, int], Sharding] = field(default_factory=dict)
     kept: tuple[frozenset[int] | None, ...] = ()
-    gathered_late: frozenset[tuple[int, int]] = frozenset()
+    gathered_late: Mapping[tuple[int, int], int | None] = field(default_factory=dict)
     made: Mapping[int, Sharding] = field(default_factory=dict)
     offloaded: frozenset[int] = frozenset()
     remade: frozenset[tuple[int, int]] = frozenset()

@@ -86,7 +86,7 @@ class TestSaveAndLoad:
             values={3: (("data", "model"), ())},
             operands={(4, 1): ((), ("model",))},
             kept=(None, frozenset({9, 7})),
-            gathered_late=frozenset({(4, 1)}),
+            gathered_late={(4, 1): 2, (8, 0): None},
         )
         changed = dataclasses.replace(plan, decisions=decisions, notes=("one",), program=None)
         assert store.from_dict(json.loads(json.dumps(store.to_dict(changed)))).decisions == decisions

@@ -7,7 +7,8 @@ an operation, every operand of one, every loop input and both ends of every resh
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -54,7 +55,7 @@ def apply(graph: Graph, decisions: Decisions, mesh: Any, platform: str = "") -> 
 class _Constraints(Pins):
     def __init__(self, decisions: Decisions, mesh: Any, rewritten: Rewritten, platform: str):
         self.decisions, self.mesh, self.host = decisions, mesh, rewritten.host
-        self.origin, self.stacked = rewritten.origin, rewritten.stacked
+        self.origin, self.stacked, self.values = rewritten.origin, rewritten.stacked, rewritten.graph.values
         self.on_cpu = platform == "cpu"
         self.late = {x for node in rewritten.graph.nodes if node.backward for x in node.outputs} if self.on_cpu else set()
         self.row_major = _told_their_layout(rewritten, decisions) if platform == "tpu" and mesh.size > 1 else set()
@@ -82,7 +83,7 @@ class _Constraints(Pins):
         array = array if kept is None else self.pinned(array, kept, stacked=stacked)
         return compat.in_row_major(array) if number in self.row_major else array
 
-    def operand(self, node: Node, index: int, array: Any, operands: list) -> Any:
+    def operand(self, node: Node, index: int, array: Any, env: Mapping[int, Any]) -> Any:
         if not node.outputs:
             return array
         key = (self.origin.get(node.outputs[0], node.outputs[0]), index)
@@ -90,13 +91,27 @@ class _Constraints(Pins):
         if sharding is None:
             return array
         if key in self.decisions.gathered_late:
-            others = [x for k, x in enumerate(operands) if k != index and isinstance(x, jax.Array)]
-            array = self.barrier([array, *others[:1]])[0]
+            awaited = self._awaited(node, index, self.decisions.gathered_late[key])
+            array = self.barrier([array] if awaited is None else [array, env[awaited]])[0]
         number = node.inputs[index]
         here = self.decisions.values.get(self.origin.get(number, number)) if isinstance(number, int) else None
         if here is not None and len(here) == len(sharding):
             array = bring(array, here, sharding, dict(self.mesh.shape), self.pinned)
         return self.pinned(array, sharding)
+
+    def _awaited(self, node: Node, index: int, value: int | None) -> int | None:
+        """What ``value`` is called in what the other operand of a node is made of; else that operand."""
+        others = [x for k, x in enumerate(node.inputs) if k != index and isinstance(x, int)][:1]
+        waiting, seen = deque(others if value is not None else ()), set(others)
+        while waiting:
+            number = waiting.popleft()
+            if self.origin.get(number, number) == value:
+                return number
+            made = self.values[number].producer
+            read = [] if made is None else [x for x in made.inputs if isinstance(x, int) and x not in seen]
+            seen.update(read)
+            waiting += read
+        return others[0] if others else None
 
 
 def _told_their_layout(rewritten: Rewritten, decisions: Decisions) -> set[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,8 +22,8 @@ class Pins:
         """Called with every value as it is made, and with the initial carries of loops; returns the array, pinned or not."""
         return array
 
-    def operand(self, node: Node, index: int, array: Any, operands: list) -> Any:  # noqa: ARG002
-        """Called with every operand of every equation, right before it."""
+    def operand(self, node: Node, index: int, array: Any, env: Mapping[int, Any]) -> Any:  # noqa: ARG002
+        """Called with every operand of every equation, right before it; ``env``: the arrays of values made so far."""
         return array
 
     def barrier(self, arrays: list, numbers: Sequence = ()) -> list:  # noqa: ARG002
@@ -49,8 +49,7 @@ def evaluate(graph: Graph, arrays, pin: Pins, first: Any = 0) -> list:
     for node in graph.nodes:
         operands = [_read(env, x) for x in node.inputs]
         operands = [
-            x if isinstance(a, Literal) else pin.operand(node, k, x, operands)
-            for k, (a, x) in enumerate(zip(node.inputs, operands, strict=True))
+            x if isinstance(a, Literal) else pin.operand(node, k, x, env) for k, (a, x) in enumerate(zip(node.inputs, operands, strict=True))
         ]
         results = _EVALUATE.get(node.prim, _equation)(node, operands, pin, first)
         for number, result in zip(node.outputs, results, strict=True):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from jaxauto.core import Decisions, LinkKind, Sharding
+from jaxauto.core import Decisions, LinkKind, Node, Sharding
 from jaxauto.graph import walk
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.facts import straight_gradients
@@ -26,7 +26,7 @@ def decisions_of(candidate: Candidate) -> Decisions:
     model, x = candidate.model, candidate.x
     values: dict[int, Sharding] = {}
     operands: dict[tuple[int, int], Sharding] = {}
-    late: set[tuple[int, int]] = set()
+    late: list[tuple[Node, int]] = []
     made = dict(_made_elsewhere(model, x))
     for number in (*_anchors(model, x), *_passing(model)):
         values[number] = sharding_of_value(model, x, number)
@@ -42,7 +42,7 @@ def decisions_of(candidate: Candidate) -> Decisions:
             position = model.operand_position(x, op, operand)
             operands[op.node.outputs[0], k] = sharding_of(position, len(operand.dims), model.mesh)
             if op.node.backward and model.groups.times[op.node.id] == 1 and _gathers(model.position(x, number), position):
-                late.add((op.node.outputs[0], k))
+                late.append((op.node, k))
     for e in model.groups.edges:
         node = nodes.get(e.node)
         if node is None or node.bodies or e.operand < 0:
@@ -59,7 +59,22 @@ def decisions_of(candidate: Candidate) -> Decisions:
             operands[node.outputs[0], e.operand] = sharding_of(position, len(e.dims), model.mesh)
     level = candidate.variant.level
     kept, away, again, splits, awaited = level.kept, level.offloaded, level.remade, dict(level.splits), _awaited(candidate)
-    return Decisions(values, operands, kept, frozenset(late), made, away, again, splits, awaited)
+    return Decisions(values, operands, kept, dict(_precede(model, late)), made, away, again, splits, awaited)
+
+
+def _precede(model: Model, late: Iterable[tuple[Node, int]]) -> Iterator[tuple[tuple[int, int], int | None]]:
+    """What gathers of operands wait for, by its name as written: that of which dots make the other operand, what is in memory last.
+
+    None where the other operand is in memory itself. What waits for an array has it written, also one that nothing else needs there.
+    """
+    rewritten, b = model.variant.rewritten, model.buffers
+    start = dict(zip(b.ids.tolist(), b.start.tolist(), strict=True))
+    inputs = {node.id: node.inputs for node in walk(rewritten.graph)}
+    for node, index in late:
+        others = [x for k, x in enumerate(inputs[node.id]) if k != index and isinstance(x, int)]
+        held = [x for x in b.held.get(others[0], ()) if x in start] if others else []
+        last = max(held, key=lambda x: (start[x], -rewritten.graph.values[x].nbytes), default=None)
+        yield (node.outputs[0], index), None if last is None else rewritten.origin.get(last, last)
 
 
 def _awaited(candidate: Candidate) -> frozenset[int] | None:

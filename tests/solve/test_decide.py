@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 from zoo import STEPS
 
 import jaxauto
@@ -102,3 +103,35 @@ def test_one_tpu_waits_for_a_gradient_that_lets_much_memory_go_where_there_is_li
     assert roomy.decisions.in_order is None and any(d.action == "recomputed" for d in tight.remat)
     values = tight.program.solved.best.model.values
     assert [width, vocabulary] in [sorted(values[gradient].shape) for gradient in tight.decisions.in_order]
+
+
+def classifier_step(params, x, labels):
+    """Cross-entropy over a vocabulary much wider than the model."""
+
+    def loss(p):
+        logits = (jnp.tanh(x @ p["into"]) @ p["head"]).astype(jnp.float32)
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], -1))
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+
+@pytest.mark.parametrize(("target", "of_logits"), [("v5p:2x2x1", 0), ("h100:4", 1)])
+def test_a_late_gather_waits_for_what_is_in_memory(target, of_logits):
+    """Dots of the TPU make the gradient of the logits as they read it: a barrier that it passes would have it written. GPUs write it."""
+    vocabulary = 16 * WIDTH
+    weights = {"into": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16), "head": jax.ShapeDtypeStruct((WIDTH, vocabulary), jnp.bfloat16)}
+    rows = jax.ShapeDtypeStruct((4 * ROWS * WIDTH, WIDTH), jnp.bfloat16)
+    labels = jax.ShapeDtypeStruct(rows.shape[:1], jnp.int32)
+    pinned = {"0.*": P("data"), "1": P("data"), "2": P("data")}
+    plan = jaxauto.plan(
+        classifier_step, weights, rows, labels, target=target, mesh={"data": 4}, constraints=pinned, certify=False, progress=False
+    )
+    late, graph = plan.decisions.gathered_late, plan._bound().solved.best.model.groups.graph
+    head = next(n for n in graph.nodes if n.prim == "dot_general" and n.outputs[0] in {key[0] for key in late})
+    assert [graph.values[x].shape for x in head.inputs] == [(*labels.shape, vocabulary), (WIDTH, vocabulary)]
+    barriers = [line for line in plan.lower().as_text().splitlines() if "optimization_barrier" in line]
+    assert sum(f"{WIDTH}x{vocabulary}x" in line for line in barriers) == 1
+    assert sum(f"{labels.shape[0]}x{vocabulary}x" in line for line in barriers) == of_logits
+    awaited = late[head.outputs[0], 1]
+    assert (awaited is None) == bool(of_logits)
+    assert awaited is None or graph.values[awaited].elements < rows.size * vocabulary / WIDTH
