@@ -49,7 +49,8 @@ def evaluate(graph: Graph, arrays, pin: Pins, first: Any = 0) -> list:
     for node in graph.nodes:
         operands = [_read(env, x) for x in node.inputs]
         operands = [
-            x if isinstance(a, Literal) else pin.operand(node, k, x, env) for k, (a, x) in enumerate(zip(node.inputs, operands, strict=True))
+            x if isinstance(a, Literal) else pin.operand(node, k, x, env)
+            for k, (a, x) in enumerate(zip(node.inputs, operands, strict=True))
         ]
         results = _EVALUATE.get(node.prim, _equation)(node, operands, pin, first)
         for number, result in zip(node.outputs, results, strict=True):
