@@ -44,7 +44,7 @@ from jaxauto.trace import Traced, trace
 from jaxauto.undivided import notes as undivided_notes
 
 _TIE = 0.005  # relative difference of estimates that means nothing
-ABREAST = 1.1  # times the seconds of the best mesh: with levels between, or under less memory, another one of these may be it
+ABREAST = 1.3  # times the seconds of the best mesh: with levels between, or under less memory, another one of these may be it
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,6 +197,9 @@ def searched(
         progress("looking for the least memory")
         for tried, found in sorted(results, key=lambda r: r[1].leanest.peak_bytes):
             least_memory(tried, levels, found, budget)
+            if found.best is not None:
+                tried.anew(found, budget)
+        _refine([r for r in results if r[1].best is not None], budget, progress)
     fitting = [(tried, found) for tried, found in results if found.best is not None]
     if not fitting:
         least = min(found.leanest.peak_bytes for _, found in results)

@@ -46,6 +46,8 @@ from jaxauto.solve.tighten import TOLERANCE, Effort, least_bytes, near, priced_r
 _BISECTIONS = 3
 _RAISES = 8
 _LEAN = 8  # rounds in search of the least memory
+_SPARING, _MUCH = 1.5, 0.9  # times what fits, times its seconds: answers from which less memory is sought by mixing blocks
+_BESIDE = 3  # so many of them
 _PRICES = (0.1, 1.0)  # of all memory that the step as written takes, in its seconds: shardings that take less of it
 _NEAR = 6  # states of each variable that the MILP may choose from
 MU = (1.0, 0.5, 0.0)  # weights of compute against prefetching that the dual tries
@@ -100,11 +102,13 @@ class Search:
         best: Candidate | None = None
         least: dict[bool, Candidate] = {}  # the leanest of those with something in the host's memory, and of the others
         fitting: list[Candidate] = []
+        seen: list[Candidate] = []
         room = lambda: budget_bytes / min(c.peak_bytes for c in least.values()) if least else 1.0  # noqa: E731
         for number, level in enumerate(self._offered(fitting, levels, room)):
             if least and number < len(levels) - 1 and self.out_of_time():
                 continue  # nothing fits yet: what time is left over for is the level that keeps least
             for candidate in self._offers(number, level, budget_bytes):
+                seen.append(candidate)
                 away = bool(candidate.variant.offloaded)
                 least[away] = min(least.get(away, candidate), candidate, key=lambda c: c.peak_bytes)
                 if candidate.peak_bytes <= budget_bytes:
@@ -113,7 +117,8 @@ class Search:
             if best is not None and self.out_of_time():
                 break
         leanest = min(least.values(), key=lambda c: c.peak_bytes)
-        for base in dict.fromkeys((least[False],) if fitting else (least[False], leanest)):
+        bases = [least[False]] if best is not None else [least[False], leanest]
+        for base in dict.fromkeys([*bases, *self._sparing(seen, best, max(budget_bytes, leanest.peak_bytes))]):
             mixed = self.mixer.leaner(base, levels, budget_bytes)
             if mixed is not base:
                 self.models[_MIXED] = mixed.model
@@ -125,6 +130,18 @@ class Search:
         found.variables = sum(leanest.model.problem.sizes)
         return found
 
+    def _sparing(self, seen: Sequence[Candidate], best: Candidate | None, fits: float) -> list[Candidate]:
+        """Answers of somewhat more than ``fits`` bytes, each much faster than those of less: the leanest may be slow beyond measure."""
+        if best is not None and not self.remat.quick:
+            return []
+        front: list[Candidate] = []
+        slowest = math.inf if best is None else best.seconds
+        for candidate in sorted(seen, key=lambda c: c.peak_bytes):
+            if candidate.peak_bytes <= _SPARING * fits and candidate.seconds < _MUCH * slowest:
+                front.append(candidate)
+                slowest = candidate.seconds
+        return front[:_BESIDE]
+
     def closer(self, found: Found, budget_bytes: float) -> None:
         """Levels between those that ``look`` tried, and a first mixture of blocks, where anything fits."""
         if found.best is None:
@@ -135,6 +152,16 @@ class Search:
         found.best = min(found.fitting, key=lambda c: c.seconds)
         self._mix(found, self._bases(found)[:1], 1, budget_bytes)
         found.seconds_spent["closer"] = time.monotonic() - started
+
+    def anew(self, found: Found, budget_bytes: float) -> None:
+        """What its level comes to of an answer that was found for the sake of memory alone (``least.py``): the level is added."""
+        assert found.best is not None
+        level = found.best.variant.level
+        self.levels.append(level)
+        found.best = replace(found.best, level=len(self.levels) - 1)
+        found.fitting = [c for c in self._offers(found.best.level, level, budget_bytes) if c.peak_bytes <= budget_bytes]
+        found.fitting.append(found.best)
+        found.best = min(found.fitting, key=lambda c: c.seconds)
 
     def _between(self, best: Candidate, levels: list[Level], budget_bytes: float) -> Iterator[Candidate]:
         """Candidates of levels between and around ``levels``, which are added to it: where they are faster, sharded as the best is."""

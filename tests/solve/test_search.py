@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from zoo import STEPS
 
+import jaxauto
 from jaxauto.options import mesh_axes
 from jaxauto.planner import read
 from jaxauto.solve import search as search_module
@@ -197,6 +200,33 @@ def test_single_values_are_swapped_in_the_best_answer_whose_trips_are_alike_too(
     found.fitting.append(found.best)
     search._change(found, 0.9 * most)
     assert swapped == [found.best, alike]
+
+
+def recurrent(params, tokens, labels):
+    """One recurrent layer under a vocabulary that is much wider."""
+
+    def loss(p):
+        into, hidden, head = (w.astype(jnp.bfloat16) for w in p)
+        first = jnp.zeros((tokens.shape[1], head.shape[0]), jnp.bfloat16)
+        _, h = jax.lax.scan(lambda h, now: (jnp.tanh(now + h @ hidden),) * 2, first, into[tokens])
+        logits = (h @ head).astype(jnp.float32)
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1))
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def test_near_the_least_memory_a_leanest_sharding_that_is_slow_is_not_the_only_one_mixed():
+    """A recurrence whose matrix is gathered anew each trip takes least, and half as long again as its scan in parts."""
+    vocabulary, width, trips, rows = 8192, 256, 64, 64
+    weights = struct(vocabulary, width), struct(width, width), struct(width, vocabulary)
+    args = (weights, *(struct(trips, rows, dtype=jnp.int32),) * 2)
+    plan = functools.partial(
+        jaxauto.plan, recurrent, *args, target="v5p:2x2x2", mesh={"data": 4, "model": 2}, certify=False, progress=False
+    )
+    with pytest.raises(jaxauto.InfeasibleError) as refused:
+        plan(memory_budget=1.5)
+    some, more = (plan(memory_budget=share * refused.value.least_bytes) for share in (1.04, 1.07))
+    assert some.estimate.step_time < 1.05 * more.estimate.step_time
 
 
 def test_the_fastest_of_each_kind_comes_first():
