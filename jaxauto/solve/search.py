@@ -8,10 +8,9 @@ Under a budget M with multipliers λ_r ≥ 0 on memory rows and μ ∈ [0, 1] on
     D(λ, μ) = min_x [ μC(x) + (1 − μ + ε)P(x) + K(x) + Σ_r λ_r (bytes_r(x) − M) ]  ≤  min { T(x) : bytes_r(x) ≤ M ∀ r }
 
 is one elimination (``eliminate.py``); its minimiser is a candidate, its value a lower bound. λ is raised until the candidate fits and
-then bisected; the rows are the peaks that candidates show (cutting planes). What gap is left then is closed by ``tighten.py``, as far
-as its work goes; where it is not, a MILP over the states near the best answer is asked. Answers go down by single changes (``descend.py``);
-and so does what blocks keep (``swaps.py``). Where no level fits, what lies between blocks is made again too (``nested.py``); and scans are
-cut into parts that keep unalike (``segments.py``), there and wherever blocks are mixed.
+then bisected; the rows are the peaks that candidates show (cutting planes). What gap is left then is closed (``closing.py``). Answers
+go down by single changes (``descend.py``); and so does what blocks keep (``swaps.py``). Where no level fits, what lies between blocks is
+made again too (``nested.py``); and scans are cut into parts that keep unalike (``segments.py``), there and wherever blocks are mixed.
 
 ``look`` tries the levels; ``closer`` levels between them and a first mixture of blocks, which tells by a few per cent what a mesh comes to;
 ``refine`` does the rest.
@@ -32,16 +31,16 @@ import numpy as np
 
 from jaxauto.core import MeshAxes
 from jaxauto.solve.candidate import Candidate, Found, fastest_of_first, least_of_each
+from jaxauto.solve.closing import close, finish
 from jaxauto.solve.descend import descend
 from jaxauto.solve.eliminate import eliminate
 from jaxauto.solve.finer import SHARES, finer, nearer
 from jaxauto.solve.live import timeline
-from jaxauto.solve.milp import solve_milp
 from jaxauto.solve.mixing import Mixer
 from jaxauto.solve.model import Model, Program
 from jaxauto.solve.remat import Level, Remat, Variant
 from jaxauto.solve.swaps import swapped
-from jaxauto.solve.tighten import TOLERANCE, Effort, least_bytes, near, priced_room, tighten
+from jaxauto.solve.tighten import TOLERANCE, least_bytes, priced_room
 
 _BISECTIONS = 3
 _RAISES = 8
@@ -49,16 +48,13 @@ _LEAN = 8  # rounds in search of the least memory
 _SPARING, _MUCH = 1.5, 0.9  # times what fits, times its seconds: answers from which less memory is sought by mixing blocks
 _BESIDE = 3  # so many of them
 _PRICES = (0.1, 1.0)  # of all memory that the step as written takes, in its seconds: shardings that take less of it
-_NEAR = 6  # states of each variable that the MILP may choose from
 MU = (1.0, 0.5, 0.0)  # weights of compute against prefetching that the dual tries
 _BASES = 12  # answers from which blocks are mixed
 _MIXED = -1  # the number of the level whose blocks keep unalike
-_GAP = 0.005  # relative gap under which no MILP is asked
 _PATIENCE = 2  # mixtures of blocks that are no better, before less room is given up
 _CLOSER, _AROUND = 3, 24  # times that levels between are looked at, and how many of them
 BEHIND = 1.03  # times the seconds of an answer on another mesh: where more work does not catch up
 _DESCENTS = 3  # each with the peak of the one before as a further row
-_SMALL = 300  # states in all: up to that the optimum is sought even where the gap is less
 
 
 class Search:
@@ -132,7 +128,7 @@ class Search:
 
     def _sparing(self, seen: Sequence[Candidate], best: Candidate | None, fits: float) -> list[Candidate]:
         """Answers of somewhat more than ``fits`` bytes, each much faster than those of less: the leanest may be slow beyond measure."""
-        if best is not None and not self.remat.quick:
+        if self.mesh.num_devices == 1 or (best is not None and not self.remat.quick):
             return []
         front: list[Candidate] = []
         slowest = math.inf if best is None else best.seconds
@@ -324,13 +320,13 @@ class Search:
     def refine(self, found: Found, budget_bytes: float) -> None:
         """What ``look`` found made better: blocks that keep unalike, single values kept or not, and the gap to the bound closed."""
         if found.best is None:
-            self._close(found, budget_bytes)
+            close(self, found, budget_bytes)
             return
         started = time.monotonic()
         self._mix(found, self._bases(found), _PATIENCE, budget_bytes)
         self._change(found, budget_bytes)
         found.seconds_spent["chain"] = time.monotonic() - started
-        self._finish(found, budget_bytes)
+        finish(self, found, budget_bytes)
         if found.best not in found.fitting:
             found.fitting.append(found.best)
 
@@ -366,21 +362,6 @@ class Search:
             self.bounds[_MIXED] = max(eliminate(*problem.priced(mu, {})).bound for mu in MU)
         found.bound = min(self.bounds.values())  # levels have been added
 
-    def _finish(self, found: Found, budget_bytes: float) -> None:
-        assert found.best is not None
-        started = time.monotonic()
-        self._close(found, budget_bytes)
-        found.seconds_spent["close"] = time.monotonic() - started
-        started = time.monotonic()
-        left = self.deadline - started
-        if found.bound >= found.best.seconds * (1 - _GAP) or left < 1:
-            return
-        behind = found.best.seconds >= self.rival
-        self._milp(found, budget_bytes, left)
-        if behind:
-            self._close(found, budget_bytes)  # it may be ahead now
-        found.seconds_spent["milp"] = time.monotonic() - started
-
     def _swap(self, best: Candidate, levels: list[Level], budget_bytes: float) -> list[Candidate]:
         """Candidates that keep what ``best`` does but for some values (``swaps.py``), where that is faster; their level is added."""
         if not self.remat.blocks or len(levels) < 2 or best.seconds > self.rival * BEHIND:
@@ -396,53 +377,6 @@ class Search:
         whole = [c for c in found.fitting if c.variant.level == self.levels[c.level]]
         best = least_of_each(whole, lambda c: (c.level, which(c)))
         return best[: _BASES if self.remat.quick else 1]
-
-    def _close(self, found: Found, budget_bytes: float) -> None:
-        """Every level that could hold something better: its bound raised, its best answer found (``tighten.py``).
-
-        Not behind a rival, and not where the best answer is near its bound.
-        """
-        if found.best is not None:
-            gap, states = 1 - found.bound / found.best.seconds, sum(found.best.model.problem.sizes)
-            if found.best.seconds >= self.rival or (gap <= _GAP and states > _SMALL):
-                return
-        effort = Effort(self.work, self.out_of_time)
-        for number in sorted(self.bounds, key=lambda n: self.bounds[n]):
-            model, upper = self.models[number], found.best.seconds if found.best else self.rival
-            if self.bounds[number] >= upper * (1 - TOLERANCE) or effort.over:
-                continue
-
-            def judge(x: np.ndarray, model: Model = model, number: int = number) -> float:
-                candidate = self.candidate(model, x, number)
-                if candidate.peak_bytes < found.leanest.peak_bytes:
-                    found.leanest = candidate
-                if candidate.peak_bytes > budget_bytes:
-                    return math.inf
-                found.fitting.append(candidate)
-                if found.best is None or candidate.seconds < found.best.seconds:
-                    found.best = candidate
-                return candidate.seconds
-
-            start = [x for x in self.answers[number] if len(x) == len(model.problem.sizes)]
-            tightened = tighten(model.problem, budget_bytes, start, judge, upper, effort)
-            self.bounds[number] = max(self.bounds[number], tightened.bound)
-            if tightened.milp is not None:
-                found.constraints, found.status = tightened.milp.constraints, tightened.milp.status.value
-        found.bound = min(self.bounds.values())
-
-    def _milp(self, found: Found, budget_bytes: float, seconds: float) -> None:
-        assert found.best is not None
-        best, problem = found.best, found.best.model.problem
-        for _ in range(2):
-            answer = solve_milp(problem, budget_bytes, near(problem, best.x, _NEAR), seconds / 2)
-            found.variables = max(found.variables, answer.variables)
-            found.constraints, found.status = answer.constraints, answer.status.value
-            if answer.x is None:
-                return
-            better = self.candidate(best.model, answer.x, best.level)
-            if better.peak_bytes <= budget_bytes:
-                found.best = min(best, better, key=lambda c: c.seconds)
-                return
 
 
 def _noted(candidates: Iterable[Candidate], seen: list[Candidate]) -> Iterator[Candidate]:
