@@ -73,8 +73,11 @@ def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str],
         if leaner is None:
             break
         plan = leaner
-    other = _otherwise(over[0][0], over[0][0], budget)
-    if other is not None:
+    leanest, most = min(over, key=lambda o: o[0].estimate.peak_memory)
+    for make in (lambda: _otherwise(over[0][0], over[0][0], budget), lambda: _otherwise_near(leanest, most, options, progress)):
+        other = make()
+        if other is None:
+            continue
         fitting, needed = _fitted(other, budget, len(tried) + 1)
         if fitting is not None:
             return fitting
@@ -102,13 +105,12 @@ def least_told(error: InfeasibleError, step: Any, target: Target, options: Any, 
     progress("compiling the leanest plan")
     try:
         leanest = solve(step, target, error.least_bytes * (1 + _ROUNDING), options, progress)
-        room = _room(leanest, _needs(leanest)[0], 2, progress)
+        needed, _ = _needs(leanest)
+        room = _room(leanest, needed, 2, progress)
     except (InfeasibleError, TargetError, aot.CompilerFailure):
         return error
     with contextlib.suppress(InfeasibleError, TargetError, aot.CompilerFailure):  # what was seen to fit stays so
-        most = min(room, error.least_bytes * (1 + _APART))
-        near = solve(step, target, most, options, progress) if room > error.least_bytes * (1 + _SAME) else leanest
-        other = _otherwise(near, leanest, most)
+        other = _otherwise_near(leanest, needed, options, progress)
         if other is not None:
             room = min(room, max(_needs(other)[0], other.estimate.peak_memory))
     if room <= error.least_bytes:
@@ -124,6 +126,19 @@ def _otherwise(searched: Plan, plan: Plan, budget: float) -> Plan | None:
     found = [c for c in solved.fitting if bool(c.variant.level.splits) != splits and c.peak_bytes <= budget]
     leanest = min(found, key=lambda c: (c.peak_bytes, c.seconds), default=None)
     return plan_for(solved, leanest, budget, solved.options) if leanest is not None else None
+
+
+def _otherwise_near(leanest: Plan, needed: float, options: Any, progress: Callable[[str], None]) -> Plan | None:
+    """``_otherwise`` of the search for little more than ``leanest`` takes: the least that users are told of may be what that needs."""
+    from jaxauto.planner import solve
+
+    solved, least = leanest._bound().solved, leanest.estimate.peak_memory
+    most = min(needed, least * (1 + _APART))
+    try:
+        near = solve(solved.step, solved.target, most, options, progress) if most > least * (1 + _SAME) else leanest
+    except InfeasibleError:
+        return None
+    return _otherwise(near, leanest, most)
 
 
 def _room(plan: Plan, needed: float, number: int, progress: Callable[[str], None]) -> float:

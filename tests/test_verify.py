@@ -279,6 +279,19 @@ def test_what_does_not_fit_is_compiled_with_a_limit_where_the_compiler_knows_one
         jaxauto.plan(step, *ARGS, target="h100:8", memory_budget="8MiB", certify=True)
 
 
+def test_the_answer_that_the_least_memory_was_told_by_is_tried_before_a_refusal(monkeypatch):
+    """It comes of the search for little more than the least, not of that for the budget."""
+    free = jaxauto.plan(step, *ARGS, target="h100:8", certify=False)
+    most = free.estimate.peak_memory
+    needs, asked = stubborn(lambda plan: most if plan.estimate.peak_memory < 0.6 * most else 2 * most)
+    monkeypatch.setattr(certify, "_needs", needs)
+    monkeypatch.setattr(certify, "_leaner", lambda *_: None)
+    monkeypatch.setattr("jaxauto.planner.solve", lambda *_: leaner_of(free, 0.9))
+    monkeypatch.setattr(certify, "_otherwise", lambda searched, plan, _: None if searched is plan else leaner_of(free, 0.5))
+    plan = jaxauto.plan(step, *ARGS, target="h100:8", memory_budget=1.01 * most, certify=True)
+    assert len(asked) == 2 and plan.estimate.peak_memory == 0.5 * most
+
+
 @pytest.mark.parametrize(("peak", "expected"), [(0, 130.0), (120, 120.0), (160, 130.0)])
 def test_no_more_is_alive_in_memory_than_is_allocated(peak, expected):
     """Not told; less than the heap with its gaps; more, where arrays in on-chip memory are counted too."""
