@@ -25,7 +25,7 @@ from jaxauto.aot import CompilerFailure  # noqa: E402
 from jaxauto.verify import compile_plan  # noqa: E402
 
 SOLVER_SECONDS = 30.0
-WANTED = ("h100:1", "h100:8", "v5p:1x1x1")
+WANTED = ("h100:1", "h100:8", "v5p:1x1x1", "v5p:2x2x2")
 _STEP = 10
 _TINY = 1e6  # bytes: no plan fits
 _ROUNDING = 1 + 1e-6
