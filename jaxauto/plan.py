@@ -193,7 +193,7 @@ class Plan:
     @functools.cached_property
     def _flat_jit(self) -> Any:
         program = self._bound()
-        fun = apply(program.graph, self.decisions, self.mesh)
+        fun = apply(program.graph, self.decisions, self.mesh, Target(self.target).chip.platform)
         donate = tuple(k for k, d in enumerate(self.donated) if d)
         return jax.jit(
             fun,

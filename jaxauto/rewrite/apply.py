@@ -47,7 +47,8 @@ def apply(graph: Graph, decisions: Decisions, mesh: Any, platform: str = "") -> 
     rewritten = offload(made_again, decisions.offloaded)
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else platform
     if decisions.in_order is not None:
-        rewritten = in_order(rewritten, decisions.in_order, alone=mesh.size == 1, strays=platform != "tpu")
+        on_tpu = platform == "tpu"
+        rewritten = in_order(rewritten, decisions.in_order, at_once=on_tpu or mesh.size == 1, strays=not on_tpu)
     rewritten = sink(rewritten)
     return evaluator(rewritten.graph, _Constraints(decisions, mesh, rewritten, platform))
 

@@ -64,8 +64,8 @@ def test_a_scatter_of_constants_waits_for_the_loss(graph):
 
 def test_where_nothing_is_started_early_only_gradients_are_waited_for(graph):
     """As for XLA:TPU."""
-    assert not barriers(in_order(Rewritten(graph, {}), frozenset(), alone=False, strays=False).graph)
-    (barrier,) = barriers(in_order(Rewritten(graph, {}), frozenset([head_gradient(graph)]), alone=False, strays=False).graph)
+    assert not barriers(in_order(Rewritten(graph, {}), frozenset(), at_once=False, strays=False).graph)
+    (barrier,) = barriers(in_order(Rewritten(graph, {}), frozenset([head_gradient(graph)]), at_once=False, strays=False).graph)
     assert head_gradient(graph) in barrier.inputs
 
 
@@ -79,8 +79,8 @@ def test_a_backward_loop_waits_for_the_gradients_before_it(graph):
     assert result.nodes.index(barrier) < result.nodes.index(loop)
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_the_backward_pass_waits_for_the_loss(alone):
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_backward_pass_waits_for_the_loss(at_once):
     """With the logits' cotangent, from before the first matmul that reads it; else the logits would lie there to the end of the step."""
 
     def step(params, x):
@@ -94,7 +94,7 @@ def test_the_backward_pass_waits_for_the_loss(alone):
     params = {"head": jax.random.normal(jax.random.key(0), (WIDTH, VOCABULARY)), "rate": jnp.ones(())}
     args = params, jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
     graph = build(trace(step, args).jaxpr)
-    result = in_order(Rewritten(graph, {}), frozenset(), alone=alone).graph
+    result = in_order(Rewritten(graph, {}), frozenset(), at_once=at_once).graph
     leaves = jax.tree.leaves(args)
     for want, got in zip(jax.jit(evaluator(graph))(*leaves), jax.jit(evaluator(result))(*leaves), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)
@@ -119,8 +119,8 @@ def narrow_step(params, x):
     return [w - 0.1 * g for w, g in zip(params, grads, strict=True)]
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_a_recomputation_waits_for_the_gradients_before_it(alone):
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_recomputation_waits_for_the_gradients_before_it(at_once):
     """By a barrier that they are read from: the conversion that came before it comes after it. Over several devices a block later."""
     args = [jnp.ones((WIDTH, WIDTH))] * 4, jnp.ones((ROWS, WIDTH), jnp.bfloat16)
     graph = build(trace(narrow_step, args).jaxpr)
@@ -129,7 +129,7 @@ def test_a_recomputation_waits_for_the_gradients_before_it(alone):
         n.outputs[0] for n in graph.nodes if n.backward and graph.values[n.outputs[0]].shape == (WIDTH, WIDTH) and n.prim == "dot_general"
     ]
     assert len(gradients) == 4
-    result = in_order(rewritten, frozenset(gradients), alone=alone)
+    result = in_order(rewritten, frozenset(gradients), at_once=at_once)
     waited = {x: barrier for barrier in barriers(result.graph) for x in barrier.inputs if x in gradients}
     assert waited
     place = {node.id: k for k, node in enumerate(result.graph.nodes)}
@@ -139,7 +139,7 @@ def test_a_recomputation_waits_for_the_gradients_before_it(alone):
         assert list(result.graph.values[gradient].users) == [barrier]
         made = place[result.graph.values[gradient].producer.id]
         between = sum(made < place[b.id] < place[barrier.id] for b in barriers(result.graph))
-        assert between == (0 if alone else 1), "a sum over devices has a block to hide behind"
+        assert between == (0 if at_once else 1), "a sum over devices has a block to hide behind"
     leaves = jax.tree.leaves(args)
     for want, got in zip(jax.jit(evaluator(graph))(*leaves), jax.jit(evaluator(result.graph))(*leaves), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -12,6 +13,7 @@ from zoo import STEPS
 
 import jaxauto
 from jaxauto.core import Kind
+from jaxauto.rewrite.order import in_order
 from jaxauto.solve.decide import decisions_of
 
 ROWS, WIDTH = 64, 256
@@ -103,6 +105,20 @@ def test_one_tpu_waits_for_a_gradient_that_lets_much_memory_go_where_there_is_li
     assert roomy.decisions.in_order is None and any(d.action == "recomputed" for d in tight.remat)
     values = tight.program.solved.best.model.values
     assert [width, vocabulary] in [sorted(values[gradient].shape) for gradient in tight.decisions.in_order]
+
+
+@pytest.mark.parametrize(("target", "at_once"), [("v5e:2x4", True), ("h100:8", False), ("h100:1", True)])
+def test_on_tpu_a_recomputation_waits_for_all_gradients_before_it(monkeypatch, target, at_once):
+    """No sum runs beside the block there, as it does on several GPUs; what is read for a gradient lies there until it is made."""
+    asked = []
+    told = lambda *rest, **how: asked.append(how["at_once"]) or in_order(*rest, **how)  # noqa: E731
+    monkeypatch.setattr("jaxauto.rewrite.apply.in_order", told)
+    step, args = STEPS["transformer_loop"]()
+    plan = jaxauto.plan(step, *args, target=target, certify=False, progress=False)
+    if plan.decisions.in_order is None:
+        plan = dataclasses.replace(plan, decisions=dataclasses.replace(plan.decisions, in_order=frozenset()))
+    plan.lower()
+    assert asked == [at_once]
 
 
 def classifier_step(params, x, labels):
