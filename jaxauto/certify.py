@@ -5,8 +5,9 @@ Where no plan has so little, the leanest plan is compiled: compilers stray from 
 that users are told of is what the compiler was seen to fit it into: asked for that much, the planner plans.
 Where the next one fits with room to spare, a faster plan between the two is tried, and one below that if it does not fit.
 Where none fits, the leanest answer that splits no scan where these did, or the other way round, is compiled too: estimates of the two stray
-apart. Where that does not fit either, a compiler that takes a limit is told of it: with memory to spare XLA:TPU leaves gaps in its heap.
-Where the gaps alone are too much, it is told at once: it closes them, and the step takes no longer.
+apart. Of the search for the budget, then of that for little more than the least: users may have been told of what that needs. Where those
+do not fit either, a compiler that takes a limit is told of it: with memory to spare XLA:TPU leaves gaps in its heap. Where the gaps alone
+are too much, it is told at once: it closes them, and the step takes no longer.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def searched(
         for tried, found in sorted(results, key=lambda r: r[1].leanest.peak_bytes):
             least_memory(tried, levels, found, budget)
             if found.best is not None:
-                tried.anew(found, budget)
+                tried.take_up(found, budget)
         _refine([r for r in results if r[1].best is not None], budget, progress)
     fitting = [(tried, found) for tried, found in results if found.best is not None]
     if not fitting:

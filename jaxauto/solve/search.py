@@ -149,7 +149,7 @@ class Search:
         self._mix(found, self._bases(found)[:1], 1, budget_bytes)
         found.seconds_spent["closer"] = time.monotonic() - started
 
-    def anew(self, found: Found, budget_bytes: float) -> None:
+    def take_up(self, found: Found, budget_bytes: float) -> None:
         """What its level comes to of an answer that was found for the sake of memory alone (``least.py``): the level is added."""
         assert found.best is not None
         level = found.best.variant.level
