@@ -77,8 +77,8 @@ def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str],
     leanest, most = min(over, key=lambda o: o[0].estimate.peak_memory)
     for make in (lambda: _otherwise(over[0][0], over[0][0], budget), lambda: _otherwise_near(leanest, most, options, progress)):
         other = make()
-        if other is None:
-            continue
+        if other is None or any(_same(other, plan) for plan, _ in over):
+            continue  # nothing is compiled twice
         fitting, needed = _fitted(other, budget, len(tried) + 1)
         if fitting is not None:
             return fitting
@@ -140,6 +140,11 @@ def _otherwise_near(leanest: Plan, needed: float, options: Any, progress: Callab
     except InfeasibleError:
         return None
     return _otherwise(near, leanest, most)
+
+
+def _same(one: Plan, other: Plan) -> bool:
+    """Whether the compiler would be asked for the same program."""
+    return all(getattr(one, what) == getattr(other, what) for what in ("decisions", "specs", "estimate", "mesh"))
 
 
 def _room(plan: Plan, needed: float, number: int, progress: Callable[[str], None]) -> float:

@@ -121,7 +121,7 @@ def narrow_step(params, x):
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_recomputation_waits_for_the_gradients_before_it(at_once):
-    """By a barrier that they are read from: the conversion that came before it comes after it. Over several devices a block later."""
+    """By a barrier that they are read from: the conversion that came before it comes after it. If not at once, a block later."""
     args = [jnp.ones((WIDTH, WIDTH))] * 4, jnp.ones((ROWS, WIDTH), jnp.bfloat16)
     graph = build(trace(narrow_step, args).jaxpr)
     rewritten = recompute(graph, {k: frozenset() for k, _ in enumerate(find_blocks(graph))})
