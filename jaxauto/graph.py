@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxauto import compat
 from jaxauto.core import Graph, Link, LinkKind, Literal, Node, Value
+from jaxauto.dilated import undilated
 from jaxauto.one_hot import as_comparison
 from jaxauto.swapped import swapped, swaps
 
@@ -81,7 +82,9 @@ class _Builder:
                 continue
             body_param = compat.INLINED_CALLS.get(eqn.primitive.name)
             if body_param is None or body_param not in eqn.params:
-                if not self.comparison(eqn, env, inner_stack, nodes, captured):
+                if (written := undilated(eqn)) is not None:
+                    self.instead(written, [_read(env, v) for v in eqn.invars], eqn.outvars[0], env, inner_stack, nodes, captured)
+                elif not self.comparison(eqn, env, inner_stack, nodes, captured):
                     nodes.append(self.node(eqn, env, inner_stack))
                 continue
             body, consts = compat.open_jaxpr(eqn.params[body_param])

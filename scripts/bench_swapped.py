@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from unittest import mock
 
@@ -22,7 +24,8 @@ import remat_cases  # noqa: E402
 
 from jaxauto.aot import close_workers  # noqa: E402
 
-PLANS = (
+Plan = tuple[str, str, str, str]  # a row of bench_accuracy.py
+PLANS: tuple[Plan, ...] = (
     ("published", "GPT-2 medium, unrolled", "data", "full"),
     ("published", "LSTM", "data", "full"),
     ("generated", "0", "FSDP", "full"),
@@ -34,14 +37,14 @@ PLANS = (
 SHOWN = ("peak memory", "step time (roofline of the schedule)", "step time (compiler's cycles)")
 
 
-def compiled(plan: tuple[str, str, str, str], chip: str) -> list[float | None]:
+def compiled(plan: Plan, chip: str) -> list[float | None]:
     """Bytes, seconds and cycles in seconds of the compiled step."""
     row = bench_accuracy.measure(*plan, chip)
     return [row["rows"][name][1] if name in row.get("rows", {}) else None for name in SHOWN]
 
 
-def line(plan: tuple[str, str, str, str], chip: str) -> str:
-    with mock.patch("jaxauto.graph.swaps", return_value={}):
+def line(plan: Plan, chip: str, without: Callable[[], AbstractContextManager]) -> str:
+    with without():
         before = compiled(plan, chip)
     after = compiled(plan, chip)
     cells = []
@@ -51,25 +54,28 @@ def line(plan: tuple[str, str, str, str], chip: str) -> str:
     return f"| {', '.join(plan)} | {chip} | {' | '.join(cells)} | {ratio:.3f} |"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def compare(description: str, title: str, plans: Sequence[Plan], without: Callable[[], AbstractContextManager]) -> None:
+    """The command line of a benchmark of exchanged operands: ``without()``, as written; then exchanged. A table as the script is named."""
+    script = Path(sys.argv[0]).name
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default="v5e,h100")
-    parser.add_argument("--only", default="", help="models whose name contains this")
+    parser.add_argument("--only", default="", help="plans whose name contains this")
     parser.add_argument("--keep", type=Path, help="a folder for compiled programs: the same program is compiled once")
-    parser.add_argument("--out", type=Path, default=bench_accuracy.RESULTS / "swapped.md")
+    parser.add_argument("--out", type=Path, default=bench_accuracy.RESULTS / f"{script.removeprefix('bench_').removesuffix('.py')}.md")
     options = parser.parse_args()
     remat_cases.compile_once(options.keep)
-    lines = ["# Dots made the other way round", "", f"Made by scripts/bench_swapped.py; jax {jax.__version__}.", ""]
+    lines = [f"# {title}", "", f"Made by scripts/{script}; jax {jax.__version__}.", ""]
     lines += ["As written, then exchanged; ratio: of the schedules' seconds.", ""]
     lines += ["| plan | target | MiB | exchanged | ms | exchanged | cycles, ms | exchanged | ratio |", "|---|---|" + "---|" * 7]
     for chip in options.targets.split(","):
-        for plan in PLANS:
-            if options.only in plan[1]:
-                lines.append(line(plan, chip))
+        for plan in plans:
+            if options.only in ", ".join(plan):
+                lines.append(line(plan, chip, without))
                 print(lines[-1], flush=True)
         close_workers()
     options.out.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    assert __doc__
+    compare(__doc__, "Dots made the other way round", PLANS, lambda: mock.patch("jaxauto.graph.swaps", return_value={}))

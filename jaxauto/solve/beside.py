@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxauto.core import Node
 from jaxauto.cost.compute import factor_dims
+from jaxauto.cost.layout import minor_dims, padding
 from jaxauto.cost.turning import turned
 from jaxauto.graph import walk
 from jaxauto.groups import Edge, Operand, Operation
@@ -121,7 +122,8 @@ def _shared(model: Model) -> Iterator[Row]:
     """Arrays resharded once for several operations (``Groups.share_operands``): from the first that reads them to the last."""
     for number, view, dims, begin, end in shared_operands(model):
         group, own = model.groups.place[number]
-        key = model.var("group", group), own, model.var("group", view), dims
+        shape, minor = (model.values[number].shape, minor_dims(model.spatial, view, dims)) if model.chip.tile else ((), ())
+        key = model.var("group", group), own, model.var("group", view), dims, shape, minor
         bytes_ = model.values[number].nbytes
         table = model.cached(("shared", *key, bytes_), lambda key=key, n=bytes_: n * _moved(model, *key))
         yield from in_order(begin, end, key[0], key[2], table)
@@ -165,8 +167,13 @@ def passed_edges(model: Model) -> list[tuple[Edge, int, int]]:
     return list(found.values())
 
 
-def _moved(model: Model, group: int, own: tuple[int, ...], view: int, dims: tuple[int, ...]) -> np.ndarray:
-    return moved_share(project(model.states[group], own), project(model.states[view], dims), model.mesh.sizes)
+def _moved(
+    model: Model, group: int, own: tuple[int, ...], view: int, dims: tuple[int, ...], shape: tuple[int, ...], minor: tuple[int, ...]
+) -> np.ndarray:
+    """Tiles filled; ``shape``, ``minor``: as they pad it (``cost/layout.py``), empty where there are none."""
+    there, sizes = project(model.states[view], dims), model.mesh.sizes
+    padded = padding(there, shape, minor, sizes, model.chip.tile) if shape else 1.0
+    return moved_share(project(model.states[group], own), there, sizes) * padded
 
 
 def shared_operands(model: Model) -> list[tuple[int, int, tuple[int, ...], int, int]]:

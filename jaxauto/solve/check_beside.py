@@ -115,7 +115,9 @@ def _shared(answer: Answer) -> Iterator[tuple[int, int, float]]:
         group, own = model.groups.place[number]
         here, there = answer.where(answer.group[group], own), answer.where(answer.group[view], dims)
         if any(h not in (t, WHOLE) for h, t in zip(here, there, strict=True)):
-            yield begin, end, model.values[number].nbytes / answer.pieces(there)
+            minor = [i for i, d in enumerate(dims) if (view, d) not in model.spatial]
+            padded = padding(model.values[number].shape, there, minor, answer.sizes, model.chip.tile)
+            yield begin, end, model.values[number].nbytes / answer.pieces(there) * padded
 
 
 def _passed(answer: Answer) -> Iterator[tuple[int, int, float]]:

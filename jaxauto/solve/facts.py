@@ -23,11 +23,14 @@ def narrowing(groups: Groups) -> frozenset[int]:
 
 
 def spatial_dims(groups: Groups) -> frozenset[tuple[int, int]]:
-    """(group, dimension) of what convolutions slide over."""
-    convolutions = (op for op in groups.operations if op.rule.kind is Kind.CONV)
-    places = ((o, d) for op in convolutions for o in (*op.operands, *op.results) for d in enumerate(o.dims))
-    named = ((groups.place[o.value], i, f) for o, (i, (_, f)) in places)
-    return frozenset((group, dims[i]) for (group, dims), i, f in named if f.startswith("s") and dims[i] != WHOLE)
+    """(group, dimension) of what convolutions slide over, of the arrays' own groups and of those that they are resharded to."""
+    found = set()
+    for op in groups.operations:
+        for o in (*op.operands, *op.results) if op.rule.kind is Kind.CONV else ():
+            group, dims = groups.place[o.value]
+            for own, (dim, factor) in zip(dims, o.dims, strict=True):
+                found |= {(group, own), (o.group, dim)} if factor.startswith("s") else set()
+    return frozenset((group, dim) for group, dim in found if dim != WHOLE)
 
 
 def host_traffic(variant: Variant, groups: Groups) -> dict[str, np.ndarray]:

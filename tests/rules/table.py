@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxauto.dilated import undilated
 from jaxauto.rules.registry import words
 
 from .harness import Row, distinct, ints, unit
@@ -264,6 +266,15 @@ def conv_gradient(argnum: int, **options):
     return jax.grad(lambda *xw: (conv(*xw, **options) * 2.0).sum(), argnums=argnum)
 
 
+def transposed_gradient(x, cotangent, taps: int):
+    """The gradient of a transposed convolution of stride 2 in its kernel, as graphs have it: its operands exchanged."""
+    layer = functools.partial(lax.conv_transpose, strides=(2, 2), padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    kernel = jax.ShapeDtypeStruct((taps, taps, x.shape[-1], cotangent.shape[-1]), x.dtype)
+    traced = jax.make_jaxpr(lambda x, d: jax.linear_transpose(functools.partial(layer, x), kernel)(d)[0])(x, cotangent)
+    (written,) = (found for eqn in traced.eqns if (found := undilated(eqn)) is not None)
+    return jax.extend.core.jaxpr_as_fun(written)(x, cotangent)[0]
+
+
 def _convolution() -> list[Row]:
     x, w, depthwise, grouped = ints(4, 16, 16, 8), ints(3, 3, 8, 12), ints(3, 3, 1, 16), ints(3, 3, 2, 16)
     forward = "b s0 s1 i, _ _ i o -> b s0 s1 o"
@@ -294,6 +305,9 @@ def _convolution() -> list[Row]:
     rows = [Row(name, f, (x, k), spec, index, label, GATHERS if label in widened else frozenset()) for label, f, k, spec, index in table]
     channels_first = functools.partial(conv, padding="VALID", dims=("NCHW", "OIHW", "NCHW"))
     rows.append(Row(name, channels_first, (ints(4, 8, 16, 16), ints(12, 8, 3, 3)), "b i _ _, o i _ _ -> b o _ _", label="NCHW valid"))
+    for taps, spec in ((3, "i k0 k1 b, i k0 k1 o -> _ _ o b"), (2, "i _ _ b, i _ _ o -> _ _ o b")):
+        gradient = functools.partial(transposed_gradient, taps=taps)
+        rows.append(Row(name, gradient, (ints(4, 8, 8, 8), ints(4, 16, 16, 12)), spec, label=f"transposed, {taps} taps, to kernel"))
     return rows
 
 
