@@ -5,14 +5,15 @@ Not what operands are resharded into: see ``brought.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxauto.core import Node
-from jaxauto.cost.compute import factor_dims
+from jaxauto.core import Graph, Kind, Node
+from jaxauto.cost.compute import factor_dims, operand_bytes
+from jaxauto.cost.halo import halos
 from jaxauto.cost.layout import minor_dims, padding
 from jaxauto.cost.turning import turned
 from jaxauto.graph import walk
@@ -118,6 +119,67 @@ def _made_for_dots(model: Model) -> list[tuple[Operation, int, int, int]]:
     return list(last.values())
 
 
+def _bordered(model: Model) -> Iterator[Row]:
+    """What convolutions make as they read it, whose borders neighbours are sent: it is in memory for that, up to the last that reads it."""
+    for op, o, begin, end in bordered(model):
+        v, g = model.var("operation", op.node.id), model.var("group", o.group)
+        table = model.cached(("bordered", v, g, o.value), lambda op=op, o=o, g=g: _split_bytes(model, op, o, len(model.states[g])))
+        yield from in_order(begin, end, v, g, table)
+
+
+def bordered(model: Model) -> list[tuple[Operation, Operand, int, int]]:
+    """(first operation that may exchange borders, its operand, where that is made, where it is read last), of what has no buffer."""
+    return model.cached(("bordered", model.variant), lambda: _made_for_borders(model))
+
+
+def _made_for_borders(model: Model) -> list[tuple[Operation, Operand, int, int]]:
+    rewritten, b = model.variant.rewritten, model.buffers
+    held = {int(number) for number in b.ids}
+    first: dict[int, tuple[Operation, Operand]] = {}
+    last: dict[int, int] = {}
+    for op, node in sorted(model.variant.operations, key=lambda pair: b.position.get(pair[1].id, -1)):
+        sent = {o.value: o for _, o, _ in halos(op)}
+        for x in op.node.inputs if node.id in b.position and op.rule.kind is Kind.CONV else ():
+            number = viewed(model.groups, rewritten, node.inputs[op.node.inputs.index(x)], held)
+            if isinstance(number, int) and number not in held:
+                last[number] = b.position[node.id]
+                if x in sent:
+                    first.setdefault(number, (op, sent[x]))
+    made = {number: node for number in first if (node := rewritten.graph.values[number].producer) is not None and node.id in b.position}
+    return [(*first[n], b.position[node.id], last[n]) for n, node in made.items() if not _takes_a_place(n, rewritten.graph, held)]
+
+
+def _takes_a_place(number: int, graph: Graph, held: Set[int]) -> bool:
+    """Whether a buffer is read for this value alone: what makes that writes this instead."""
+    values, inside, sources, todo = graph.values, {number}, set(), [number]
+    while todo:
+        node = values[todo.pop()].producer
+        for x in node.inputs if node is not None else ():
+            if isinstance(x, int) and x not in inside:
+                (sources if x in held else inside).add(x)
+                todo += [] if x in held else [x]
+
+    def for_it_alone(source: int) -> bool:
+        reached, ahead = {number}, [source]
+        while ahead:
+            made = {out for node in values[ahead.pop()].users for out in node.outputs}
+            if not made or not made <= inside:
+                return False
+            ahead += made - reached
+            reached |= made
+        return True
+
+    large = (v.id for v in map(values.__getitem__, sources) if v.producer is not None and v.nbytes >= values[number].nbytes)
+    return any(map(for_it_alone, large))
+
+
+def _split_bytes(model: Model, op: Operation, o: Operand, states: int) -> np.ndarray:
+    """A device's part of an operand where a dimension is split whose borders are sent, by the states of operation and group."""
+    state, sent = model.states[model.var("operation", op.node.id)], [k for k, of, _ in halos(op) if of.value == o.value]
+    split = np.isin(state, sent).any(-1)
+    return np.repeat((split * operand_bytes(o, op, model.values, state, model.mesh.sizes, model.chip))[:, None], states, axis=1)
+
+
 def _shared(model: Model) -> Iterator[Row]:
     """Arrays resharded once for several operations (``Groups.share_operands``): from the first that reads them to the last."""
     for number, view, dims, begin, end in shared_operands(model):
@@ -210,4 +272,4 @@ def filled_at(model: Model, node: Node, at: int) -> int:
     return min(model.buffers.loop_start.get(n.id, model.buffers.position[n.id]) for n in straight)
 
 
-_ROWS = (_of_results, _made_early, _shared, _passed, beside_loops, beside_results, cut_results, held_for_gradients, held_widened)
+_ROWS = (_of_results, _made_early, _bordered, _shared, _passed, beside_loops, beside_results, cut_results, held_for_gradients, held_widened)

@@ -11,7 +11,7 @@ from jaxauto.cost.widened import WIDE
 from jaxauto.cost.windowed import is_view
 from jaxauto.graph import walk
 from jaxauto.groups import Operand, Operation
-from jaxauto.solve.beside import FILLED, made_early, passed_edges, shared_operands
+from jaxauto.solve.beside import FILLED, bordered, made_early, passed_edges, shared_operands
 from jaxauto.solve.check_ring import padding
 from jaxauto.solve.check_turns import copies_of_results, is_turned, made_whole
 from jaxauto.solve.put_off import put_off
@@ -29,6 +29,7 @@ def held_beside(answer: Answer) -> Iterator[tuple[int, int, float]]:
     last = answer.model.buffers.length - 1
     yield from _of_results(answer)
     yield from _made_early(answer)
+    yield from _bordered(answer)
     yield from _shared(answer)
     yield from _passed(answer)
     yield from _stacks(answer)
@@ -106,6 +107,17 @@ def _made_early(answer: Answer) -> Iterator[tuple[int, int, float]]:
     for op, k, begin, end in made_early(answer.model):
         for o in op.results:
             yield begin, end, (answer.windowed(op, o) or (0.0, 0.0, {}))[2].get(k, 0.0)
+
+
+def _bordered(answer: Answer) -> Iterator[tuple[int, int, float]]:
+    """What convolutions make as they read it, whose borders neighbours are sent."""
+    for op, o, begin, end in bordered(answer.model):
+        there = answer.operand(op, o)
+        split = {d for a, d in enumerate(there) if answer.sizes[a] > 1}
+        if any(op.rule.halo.get(factor) and i in split for i, (_, factor) in enumerate(o.dims)):
+            minor = [i for i, (_, factor) in enumerate(o.dims) if not factor.startswith("s")]
+            padded = padding(answer.model.values[o.value].shape, there, minor, answer.sizes, answer.model.chip.tile)
+            yield begin, end, answer.bytes_of(o.value) / answer.pieces(there) * padded
 
 
 def _shared(answer: Answer) -> Iterator[tuple[int, int, float]]:

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxauto
-from jaxauto.solve.beside import held_beside, made_early, passed_edges, shared_operands
+from jaxauto.solve.beside import _split_bytes, bordered, held_beside, made_early, passed_edges, shared_operands
 from jaxauto.solve.check import check
 from jaxauto.solve.live import timeline
 from jaxauto.solve.stacked import readings
@@ -155,3 +155,35 @@ def test_what_a_windowed_gradient_reads_is_held_from_the_forward_pass_on():
         assert bytes_.count(product) == held
         for (_, _, begin, end), size in zip(rows, bytes_, strict=True):
             assert (beside(best)[begin : end + 1] >= size).all()
+
+
+@pytest.mark.parametrize(
+    ("split", "batch", "written"), [(P(None, "data"), 4, 2.0), (P("data"), 128, 0.0)], ids=["rows split", "batch split"]
+)
+def test_what_a_convolution_makes_as_it_reads_is_in_memory_where_borders_are_sent(split, batch, written):
+    """As compiled for v5p: a neighbour is sent slices of an array, so the activation before a 3×3 convolution is written to memory, and
+    lies there for the gradient of the kernel. 64 features fill half a tile. A cotangent is written anyway, by the convolution that makes
+    it."""
+
+    def step(kernels, x):
+        def loss(kernels):
+            y = x
+            for kernel in kernels:
+                y = jax.lax.conv_general_dilated(jax.nn.relu(y), kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        return jax.tree.map(lambda p, g: p - g, kernels, jax.grad(loss)(kernels))
+
+    kernels, image = (spec(3, 3, 64, 64, dtype=jnp.bfloat16),) * 3, spec(batch, 256, 256, 64, dtype=jnp.bfloat16)
+    best = best_of(step, (kernels, image), "v5p:2x2x2", {"0*": P(), "1": split})
+    model, held = best.model, np.zeros(best.model.buffers.length)
+    rows = bordered(model)
+    for op, o, begin, end in rows:
+        i, j = model.var("operation", op.node.id), model.var("group", o.group)
+        bytes_ = _split_bytes(model, op, o, len(model.states[j]))[best.x[i], best.x[j]]
+        assert bytes_ == pytest.approx(written * batch * 256 * 256 * 64 * 2 / 8)
+        held[begin : end + 1] += bytes_
+    made = [model.values[o.value].producer for _, o, _, _ in rows]
+    assert [node.prim for node in made] == ["max"] * 3 + ["convert_element_type"]  # the last: the loss's cotangent
+    assert all(end > 14 for node, (*_, end) in zip(made, rows, strict=True) if node.prim == "max")  # up to the backward pass
+    assert (beside(best) >= held).all()
