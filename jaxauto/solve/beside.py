@@ -14,10 +14,10 @@ import numpy as np
 from jaxauto.core import Graph, Kind, Node
 from jaxauto.cost.compute import factor_dims, operand_bytes
 from jaxauto.cost.halo import halos
-from jaxauto.cost.layout import minor_dims, padding
 from jaxauto.cost.turning import turned
 from jaxauto.graph import walk
 from jaxauto.groups import Edge, Operand, Operation
+from jaxauto.solve.brought import Way, shares_on_the_way, tiled
 from jaxauto.solve.facts import viewed
 from jaxauto.solve.positions import edge_layout, moved_share
 from jaxauto.solve.put_off import held_for_gradients
@@ -184,11 +184,10 @@ def _shared(model: Model) -> Iterator[Row]:
     """Arrays resharded once for several operations (``Groups.share_operands``): from the first that reads them to the last."""
     for number, view, dims, begin, end in shared_operands(model):
         group, own = model.groups.place[number]
-        shape, minor = (model.values[number].shape, minor_dims(model.spatial, view, dims)) if model.chip.tile else ((), ())
-        key = model.var("group", group), own, model.var("group", view), dims, shape, minor
+        way = Way(model.var("group", group), own, model.var("group", view), dims, *tiled(model, number, view, dims))
         bytes_ = model.values[number].nbytes
-        table = model.cached(("shared", *key, bytes_), lambda key=key, n=bytes_: n * _moved(model, *key))
-        yield from in_order(begin, end, key[0], key[2], table)
+        table = model.cached(("shared", way, bytes_), lambda way=way, n=bytes_: n * shares_on_the_way(model, way)[1])
+        yield from in_order(begin, end, way.group, way.operation, table)
 
 
 def _passed(model: Model) -> Iterator[Row]:
@@ -227,15 +226,6 @@ def passed_edges(model: Model) -> list[tuple[Edge, int, int]]:
             updates = e.result in late and not e.backward and (e.value in early or at >= begins)
             found.setdefault((e.value, e.target, e.dims, at), (e, *((begins, b.length - 1) if updates else (at, at))))
     return list(found.values())
-
-
-def _moved(
-    model: Model, group: int, own: tuple[int, ...], view: int, dims: tuple[int, ...], shape: tuple[int, ...], minor: tuple[int, ...]
-) -> np.ndarray:
-    """Tiles filled; ``shape``, ``minor``: as they pad it (``cost/layout.py``), empty where there are none."""
-    there, sizes = project(model.states[view], dims), model.mesh.sizes
-    padded = padding(there, shape, minor, sizes, model.chip.tile) if shape else 1.0
-    return moved_share(project(model.states[group], own), there, sizes) * padded
 
 
 def shared_operands(model: Model) -> list[tuple[int, int, tuple[int, ...], int, int]]:

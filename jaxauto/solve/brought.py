@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Way(NamedTuple):
-    """From a group to an operation: their variables, and the operand's dimensions in each.
+    """From a group to an operation, or to what several operations read: their variables, and the operand's dimensions in each.
 
     ``shape``, ``minor``: as tiles pad it (``cost/layout.py``); empty where there are none.
     """
@@ -71,22 +71,28 @@ class Arrivals:
         """(variables of group and operation, bytes of one device by their states) of what arrives at a position."""
         for k in np.nonzero(self.position == position)[0]:
             way = self.ways[self.way[k]]
-            yield way.group, way.operation, _bytes(self.whole[k], self.written[k], *self._shares(way))
+            yield way.group, way.operation, _bytes(self.whole[k], self.written[k], *shares_on_the_way(self.model, way))
 
     def timeline(self, x: np.ndarray, length: int) -> np.ndarray:
         """Bytes at each position under solution ``x``: ``[length]``."""
-        shares = [[table[x[way.group], x[way.operation]] for table in self._shares(way)] for way in self.ways]
+        shares = [[table[x[way.group], x[way.operation]] for table in shares_on_the_way(self.model, way)] for way in self.ways]
         source, result = np.array(shares).reshape(-1, 2)[self.way].T
         return np.bincount(self.position, _bytes(self.whole, self.written, source, result), minlength=length)
-
-    def _shares(self, way: Way) -> tuple[np.ndarray, np.ndarray]:
-        """A device's share of the array before and after, by the states of group and operation; 0 where it does not move."""
-        return self.model.cached(("brought", way), lambda: _shares(self.model, way))
 
 
 def _bytes(whole, written, source: np.ndarray, result: np.ndarray) -> np.ndarray:
     piece = whole * source
     return whole * result + np.where(piece <= written, piece, 0.0)
+
+
+def shares_on_the_way(model: Model, way: Way) -> tuple[np.ndarray, np.ndarray]:
+    """A device's share of an array before and after, tiles filled, by the states of both ends; 0 where it does not move."""
+    return model.cached(("brought", way), lambda: _shares(model, way))
+
+
+def tiled(model: Model, number: int, group: int, dims: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """``Way.shape`` and ``Way.minor`` of a value that lies as ``dims`` of a group."""
+    return (model.values[number].shape, minor_dims(model.spatial, group, dims)) if model.chip.tile else ((), ())
 
 
 def _shares(model: Model, way: Way) -> tuple[np.ndarray, np.ndarray]:
@@ -108,8 +114,8 @@ def _reads(model: Model) -> dict[int, list[Reads]]:
         found[op.node.id] = reads = []
         for o in op.operands:
             dims = tuple(d for d, _ in o.dims)
-            padded = (model.values[o.value].shape, minor_dims(model.spatial, o.group, dims)) if model.chip.tile else ((), ())
-            way = Way(model.var("group", o.group), dims, model.var("operation", op.node.id), factor_dims(op, o), *padded)
+            ends = model.var("group", o.group), dims, model.var("operation", op.node.id), factor_dims(op, o)
+            way = Way(*ends, *tiled(model, o.value, o.group, dims))
             reads.append(Reads(op.node.inputs.index(o.value), model.values[o.value].nbytes, way))
     return found
 
