@@ -116,6 +116,7 @@ def update_begins(model: Model) -> int:
     """The position from which the collectives of the update are on their way.
 
     Compilers start them together: XLA:GPU as soon as nothing is left of the backward pass, XLA:TPU, which minds the memory, at the end.
+    What it gathers for one weight alone: ``first_update``.
     """
     return model.cached(("update begins", model.variant), lambda: _update_begins(model))
 
@@ -127,6 +128,41 @@ def _update_begins(model: Model) -> int:
     late, position = model.program.late_only, model.buffers.position
     done = max((position.get(n.id, 0) for n in model.variant.rewritten.graph.nodes if n.backward), default=last)
     return min((position[n.id] for n in model.groups.graph.nodes if done < position.get(n.id, 0) and set(n.outputs) & late), default=last)
+
+
+def first_update(model: Model, e: Edge) -> int:
+    """The position from which an array is on its way that an update reads beside a gradient.
+
+    XLA:TPU updates a weight as soon as its gradient is there, which it need not keep then.
+    """
+    begins = update_begins(model)
+    if model.chip.platform != "tpu":
+        return begins
+    values, made = model.variant.rewritten.graph.values, _gradients_made(model)
+    todo, seen = [e.result], {e.result}
+    while todo:  # momentum decays before the gradient is added
+        number = todo.pop()
+        if made.get(number, 0) > 0:
+            begins = min(begins, made[number])
+            continue
+        more = {out for node in values[number].users for out in node.outputs} - seen
+        seen |= more
+        todo += more
+    return begins
+
+
+def _gradients_made(model: Model) -> dict[int, int]:
+    """Gradients and what the optimizer makes → the position of the last gradient that each is made of; 0: of none."""
+    return model.cached(("gradients made", model.variant), lambda: _last_gradients(model))
+
+
+def _last_gradients(model: Model) -> dict[int, int]:
+    late, position, found = model.program.late_only, model.buffers.position, {}
+    for node in model.variant.rewritten.graph.nodes:
+        if late.issuperset(node.outputs):
+            waits = max((found.get(x, 0) for x in node.inputs if isinstance(x, int)), default=0)
+            found.update(dict.fromkeys(node.outputs, waits or (position.get(node.id, 0) if node.backward else 0)))
+    return found
 
 
 def beside_loops(model: Model) -> list[Row]:

@@ -127,6 +127,32 @@ def test_momentum_that_is_gathered_for_an_update_takes_memory(dim):
     assert held_beside(model).timeline(x, model.buffers.length)[-1] == pytest.approx((2 + 2 * dim) * MIB)
 
 
+@pytest.mark.parametrize(("target", "at_once"), [("v5p:2x2x2", True), ("h100:8", False)])
+def test_what_an_update_gathers_is_there_once_the_gradient_is(target, at_once):
+    """As compiled for v5p: the last layer is updated right after its gradient, while much of the backward pass is still to come."""
+
+    def step(state, x):
+        weights, momenta = state
+
+        def loss(ws):
+            y = x
+            for w in ws:
+                y = jnp.tanh(y @ w)
+            return jnp.mean(y)
+
+        momenta = [0.9 * m + g for m, g in zip(momenta, jax.grad(loss)(weights), strict=True)]
+        return [w - 0.1 * m for w, m in zip(weights, momenta, strict=True)], momenta
+
+    square = [spec(1024, 1024)] * 3
+    model = best_of(step, ((square, square), spec(64, 1024)), target, {"0*": P("data"), "1": P()}).model
+    graph, position = model.variant.rewritten.graph, model.buffers.position
+    dots = [n for n in graph.nodes if n.prim == "dot_general" and n.backward and graph.values[n.outputs[0]].shape == (1024, 1024)]
+    made = sorted(position[n.id] for n in dots)
+    decayed = [3, 4, 5]  # 0.9 × momentum, of the first layer to the last
+    begins = {e.value: begin for e, begin, _ in passed_edges(model) if e.value in decayed}
+    assert begins == dict(zip(decayed, reversed(made), strict=True)) if at_once else min(begins.values()) > made[-1]
+
+
 def test_what_a_windowed_gradient_reads_is_held_from_the_forward_pass_on():
     """As compiled for v5e: the gated product is made in the dot that reads it, but the gradient of its weight is summed in a loop, which
     reads it from memory. So it is written where it is made. Where that gradient is not scattered, nothing is held."""
