@@ -77,7 +77,7 @@ def planned(layers: int, budget: float, target: str = "h100:1", *, scan: bool = 
 def everything(layers: int, target: str = "h100:1", *, scan: bool = False) -> jaxauto.Plan:
     """The plan that Rotor's forward passes are counted from: in a scan a layer's result and the next one's input are two stacks."""
     full = planned(layers, 60e9, target, scan=scan)
-    return planned(layers, full.estimate.peak_memory - HALF * layers * ACTIVATION, target, scan=True) if scan else full
+    return planned(layers, full.estimate.peak_memory - (layers - 1 - HALF) * ACTIVATION, target, scan=True) if scan else full
 
 
 def lines(layers: int, counts: Iterable[int], *, scan: bool = False) -> list[str]:

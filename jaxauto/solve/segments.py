@@ -1,8 +1,8 @@
 """What a scan costs when its trips differ (``rewrite/split.py``): options of the chain's dynamic programme (``chain.py``).
 
 A scan is cut into parts, in the order of the forward pass: part i has n_i trips, in segments of m_i1, these in segments of m_i2, and so on
-d_i deep. A trip of it keeps R_i bytes and makes T_i again in a_i seconds (with what stacking R_i takes); carries are c bytes, a trip's
-forward pass takes f seconds:
+d_i deep. A trip of it keeps R_i bytes and makes T_i again in a_i seconds (with what stacking R_i takes); carries are c bytes (none where
+a first part of one segment begins with arguments), a trip's forward pass takes f seconds:
 
     between the passes        K = Σ n_i·R_i,  or Σ n_i/m_i1 · c where d_i > 0
     while part i runs back    K_i + (m_i1/m_i2 + m_i2/m_i3 + ...)·c + m_id·R_i + T_i        K_i: of the parts up to i; R_i where d_i > 0
@@ -12,12 +12,13 @@ Cuts that are worked out, for all pairs of what the levels keep, all at once; of
 - two parts, without segments: each trip is run again by itself, or some are not at all
 - equal segments, one or two deep, and a part that is not run again at the end
 - up to ``_PARTS`` parts of one segment each, shorter each time by what the carries between them take, and such a part at the end
+- up to ``_MOST_PARTS`` of these where fewer do not fit, of which the first may be cut into segments once more
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,7 +33,8 @@ from jaxauto.solve.remat import Remat
 
 _STEP = 0.02  # of the bytes: options nearer than that are one
 _LONG = 256  # trips: of longer scans parts are multiples of an even share of them
-_PARTS = 3  # each is two or three loops more to compile
+_PARTS, _MOST_PARTS = 3, 8  # each is two or three loops more to compile
+_NOTABLY = 0.9  # of the bytes of fewer parts: what more of them are for
 _DEEP, _MOST = 16, 4_000  # of cuts two deep: the longest inner segment, and the most segments in one; how many are worked out
 
 
@@ -74,6 +76,10 @@ class ScanOptions:
         stacked = dict(zip(forward.outputs, forward.bodies[0].outputs, strict=True))
         self.always = {stacked[y] for y in own_stacks(*block.scan, block.graph)} - {*block.residuals}  # carries mostly
         self.carry_bytes = sum(map(self.bytes_of, block.carries))
+        first, last = forward.num_consts, forward.num_consts + forward.num_carry
+        begin = dict(zip(forward.bodies[0].inputs[first:last], forward.inputs[first:last], strict=True))
+        made = (x for v in block.carries if isinstance(x := begin.get(v, v), int) and block.graph.values[x].producer is not None)
+        self.begin_bytes = sum(map(self.bytes_of, made))  # arguments are there anyway
         self.forward_seconds = sum(map(self.seconds_of, block.forward))
 
     def bytes_of(self, number: int) -> float:
@@ -117,6 +123,7 @@ class ScanOptions:
             cut = length > 0
             starts = np.where(cut, whole / np.maximum(length, 1), 0.0) * self.carry_bytes
             if depth == 0:
+                starts[0] = np.where(length[0] == count[0], self.begin_bytes, starts[0])
                 kept = np.where(cut, starts, kept)
                 during = during + cut * length * held
             else:
@@ -136,7 +143,11 @@ class ScanOptions:
         """
         trips = [self.trip(kept) for kept in dict.fromkeys(ways)]
         trips = [replace(trip, seconds=trip.seconds + (beyond or {}).get(trip.kept, 0.0)) for trip in trips]
-        tables = [table for head in trips for tail in trips for table in self._tables(head, tail, alone=tail is trips[0])]
+        pairs = [(head, tail) for head in trips for tail in trips]
+        tables = [t for head, tail in pairs for t in self._tables(head, tail, self._few(head, tail), alone=tail is trips[0])]
+        least, lean = min((t.least for t in tables if len(t.segments) == 1), default=0.0), min(trips, key=lambda trip: trip.held)
+        many = [t for tail in trips for t in self._tables(lean, tail, self._many(lean), alone=tail is trips[0])]
+        tables += [t.below(least * _NOTABLY) for t in many if t.least < least * _NOTABLY]
         if not tables:
             return []
         kept, peak, seconds = (np.concatenate([getattr(t.costs, name) for t in tables]) for name in ("kept", "peak", "seconds"))
@@ -148,12 +159,22 @@ class ScanOptions:
             found.append(Option(float(kept[k]), float(peak[k]), float(seconds[k]), table.keep(at)))
         return found
 
-    def _tables(self, head: Trip, tail: Trip, *, alone: bool) -> Iterator[_Table]:
-        """Cuts whose last part keeps what ``tail`` does; ``alone``: and those that have no such part."""
+    def _few(self, head: Trip, tail: Trip) -> list[Cuts]:
         n = self.block.count
-        less = self.carry_bytes / head.held if head.held else 0.0
-        shorter = (_shorter(n, parts, less) for parts in range(1, _PARTS + 1))
-        cuts = [*([_pairs(n)] if head is not tail else []), _equal(n), _deeper(n), *shorter]
+        shorter = (_shorter(n, parts, self._less(head)) for parts in range(1, _PARTS + 1))
+        return [*([_pairs(n)] if head is not tail else []), _equal(n), _deeper(n), *shorter]
+
+    def _many(self, head: Trip) -> Iterator[Cuts]:
+        n, less = self.block.count, self._less(head)
+        yield from (_shorter(n, parts, less) for parts in range(_PARTS + 1, _MOST_PARTS + 1))
+        if less:
+            yield from (_mixed(n, parts, deep, less) for parts in range(2, _MOST_PARTS + 1) for deep in range(1, parts))
+
+    def _less(self, head: Trip) -> float:
+        return self.carry_bytes / head.held if head.held else 0.0
+
+    def _tables(self, head: Trip, tail: Trip, cuts: Iterable[Cuts], *, alone: bool) -> Iterator[_Table]:
+        """What cuts cost whose last part keeps what ``tail`` does; ``alone``: and those that have no such part."""
         for count, segments in cuts:
             which = np.nonzero((count[0] > 0) & ((count[-1] > 0) | alone))[0]
             count, segments = count[:, which], segments[:, :, which]
@@ -170,6 +191,17 @@ class _Table:
     count: np.ndarray
     segments: np.ndarray
     costs: Costs
+
+    @property
+    def least(self) -> float:
+        """Bytes."""
+        return float((self.costs.kept + self.costs.peak).min())
+
+    def below(self, bytes_: float) -> _Table:
+        """Those of fewer bytes."""
+        which = np.nonzero(self.costs.kept + self.costs.peak < bytes_)[0]
+        costs = Costs(self.costs.kept[which], self.costs.peak[which], self.costs.seconds[which])
+        return replace(self, count=self.count[:, which], segments=self.segments[:, :, which], costs=costs)
 
     def keep(self, at: int) -> Keep:
         """What one of them stands for."""
@@ -222,6 +254,21 @@ def _shorter(n: int, parts: int, less: float) -> Cuts:
     count = np.stack([*lengths, tail])
     count = count[:, (count[:-1] > 1).all(axis=0)]
     return count, np.stack([*count[:-1], np.zeros_like(count[-1])])[None]
+
+
+def _mixed(n: int, parts: int, deep: int, less: float) -> Cuts:
+    """So many parts of one segment, by how many trips the longest may keep; the first ``deep`` are cut into about equal segments."""
+    room = _steps(n)[1:] - less * np.arange(parts + 1)[:, None]
+    count = np.maximum(np.floor(room), 0).astype(int)
+    inner, left = np.maximum(count[:deep] // 2, 2), n - count[deep:].sum(axis=0)
+    for k in range(deep):
+        pieces = np.minimum(np.floor((room[k] - inner[k]) / less), -(-left // inner[k])).astype(int)
+        count[k], left = inner[k] * pieces, left - inner[k] * pieces
+    count[-1] += left  # what the last segments have too many
+    whole = (left <= 0) & (count[-1] >= 0) & (count[:deep] > inner).all(axis=0) & (count[deep:-1] > 1).all(axis=0)
+    once = np.concatenate([count[:-1], np.zeros_like(count[-1:])])
+    twice = np.concatenate([inner, np.zeros_like(count[deep:])])
+    return count[:, whole], np.stack([once, twice])[:, :, whole]
 
 
 def _front(bytes_: np.ndarray, seconds: np.ndarray) -> np.ndarray:

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import rotor
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import jaxauto
 from jaxauto import certify
@@ -124,7 +126,29 @@ def test_nothing_of_one_length_or_shorter_each_time_is_better(count):
                 assert better, (lengths, kept, tail)
 
 
-@pytest.mark.parametrize("slots", [14, 11, 9, 8, 7])
+@settings(max_examples=40, deadline=None)
+@given(n=st.integers(6, 300), parts=st.integers(2, 8), deep=st.integers(1, 7), less=st.floats(0.05, 3.0))
+def test_parts_of_which_the_first_are_cut_once_more(n, parts, deep, less):
+    count, lengths = segments._mixed(n, parts, deep := min(deep, parts - 1), less)
+    assert count.shape == lengths.shape[1:] == (parts + 1, count.shape[1]) and (count.sum(axis=0) == n).all()
+    once, twice = lengths
+    assert (once[:-1] == count[:-1]).all() and (once[:-1] > 1).all() and not once[-1].any() and (count[-1] >= 0).all()
+    assert (twice[:deep] > 1).all() and (once[:deep] % twice[:deep] == 0).all() and (once[:deep] > twice[:deep]).all()
+    assert not twice[deep:].any()
+
+
+def test_many_parts_are_for_less_memory_alone():
+    """Each is loops more to compile: they are among the options where fewer parts take notably more bytes."""
+    _, _, trips = prepared(*chain(24))
+    offered = trips.splits([None, frozenset()])
+    few = [o for o in offered if len(o.what.split.rest) <= segments._PARTS]
+    once = [o for o in few if all(len(part.segments) < 2 for part in o.what.split.parts(24, o.what.kept))]
+    many = [o for o in offered if len(o.what.split.rest) > segments._PARTS]
+    least = min(o.kept_bytes + o.peak_bytes for o in once)
+    assert many and all(o.kept_bytes + o.peak_bytes < least * segments._NOTABLY for o in many)
+
+
+@pytest.mark.parametrize("slots", [14, 11, 9, 8, 7, 6])
 def test_no_more_forward_passes_than_the_optimum_of_rotor(slots):
     """Down to what one more forward pass of a layer allows; counted from the plan that keeps every layer's input."""
     step, args = chain(LAYERS, 1024, 16384)
