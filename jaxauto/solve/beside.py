@@ -215,16 +215,18 @@ def _passed_bytes(
 def passed_edges(model: Model) -> list[tuple[Edge, int, int]]:
     """(edge into an equation, first and last position of what it reshards), each array once for a group and position.
 
-    What such an equation writes itself takes the place of what it reads. What the update gathers is there from where it may begin
-    (``first_update``) until the step ends: an update writes all that it makes of an array at once.
+    What such an equation writes itself takes the place of what it reads. What the update gathers is there as it begins, until the step
+    ends: an update writes all that it makes of an array at once. One of a weight's arrays is on its way before (``first_update``).
     """
     b, begins, found = model.buffers, update_begins(model), {}
     late, early = model.program.late_only, model.program.known_early
+    ahead: dict[int, Edge] = {}  # position of a gradient → what is on its way from there on
     for e in model.groups.edges:
         at = b.position.get(e.node) if model.var("group", e.source) != model.var("group", e.target) else None
         if at is not None and not (e.result in b.stored and model.values[e.result].nbytes >= model.values[e.value].nbytes):
             updates = e.result in late and not e.backward and (e.value in early or at >= begins)
             begin = first_update(model, e) if updates and e.value in early else begins
+            begin = begin if ahead.setdefault(begin, e) is e else begins
             found.setdefault((e.value, e.target, e.dims, at), (e, *((begin, b.length - 1) if updates else (at, at))))
     return list(found.values())
 

@@ -131,9 +131,10 @@ def _update_begins(model: Model) -> int:
 
 
 def first_update(model: Model, e: Edge) -> int:
-    """The position from which an array is on its way that an update reads beside a gradient.
+    """The position from which an array may be on its way that an update reads beside a gradient.
 
-    XLA:TPU updates a weight as soon as its gradient is there, which it need not keep then.
+    XLA:TPU sends it while the backward pass goes on, from where the gradient is made; the others of that weight mostly once the first is
+    there.
     """
     begins = update_begins(model)
     if model.chip.platform != "tpu":

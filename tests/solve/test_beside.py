@@ -129,10 +129,10 @@ def test_momentum_that_is_gathered_for_an_update_takes_memory(dim):
 
 @pytest.mark.parametrize(("target", "at_once"), [("v5p:2x2x2", True), ("h100:8", False)])
 def test_what_an_update_gathers_is_there_once_the_gradient_is(target, at_once):
-    """As compiled for v5p: the last layer is updated right after its gradient, while much of the backward pass is still to come."""
+    """As compiled for v5p: one array of a layer is on its way from its gradient on, while much of the backward pass is still to come."""
 
     def step(state, x):
-        weights, momenta = state
+        weights, means, squares = state
 
         def loss(ws):
             y = x
@@ -140,17 +140,19 @@ def test_what_an_update_gathers_is_there_once_the_gradient_is(target, at_once):
                 y = jnp.tanh(y @ w)
             return jnp.mean(y)
 
-        momenta = [0.9 * m + g for m, g in zip(momenta, jax.grad(loss)(weights), strict=True)]
-        return [w - 0.1 * m for w, m in zip(weights, momenta, strict=True)], momenta
+        gradients = jax.grad(loss)(weights)
+        means = [0.9 * m + g for m, g in zip(means, gradients, strict=True)]
+        squares = [0.9 * s + g * g for s, g in zip(squares, gradients, strict=True)]
+        return [w - 0.1 * m * jax.lax.rsqrt(s) for w, m, s in zip(weights, means, squares, strict=True)], means, squares
 
     square = [spec(1024, 1024)] * 3
-    model = best_of(step, ((square, square), spec(64, 1024)), target, {"0*": P("data"), "1": P()}).model
-    graph, position = model.variant.rewritten.graph, model.buffers.position
+    model = best_of(step, ((square, square, square), spec(64, 1024)), target, {"0*": P("data"), "1": P()}).model
+    graph, position, last = model.variant.rewritten.graph, model.buffers.position, model.buffers.length - 1
     dots = [n for n in graph.nodes if n.prim == "dot_general" and n.backward and graph.values[n.outputs[0]].shape == (1024, 1024)]
     made = sorted(position[n.id] for n in dots)
-    decayed = [3, 4, 5]  # 0.9 × momentum, of the first layer to the last
-    begins = {e.value: begin for e, begin, _ in passed_edges(model) if e.value in decayed}
-    assert begins == dict(zip(decayed, reversed(made), strict=True)) if at_once else min(begins.values()) > made[-1]
+    rows = {e.value: begin for e, begin, _ in passed_edges(model) if 3 <= e.value < 9}  # means and squares, decayed
+    for k, gradient in enumerate(reversed(made)):
+        assert sorted([rows[3 + k], rows[6 + k]]) == [gradient, last] if at_once else min(rows[3 + k], rows[6 + k]) > made[-1]
 
 
 def test_what_a_windowed_gradient_reads_is_held_from_the_forward_pass_on():
