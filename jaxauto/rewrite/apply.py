@@ -85,7 +85,7 @@ class _Constraints(Pins):
         return compat.in_row_major(array) if number in self.row_major else array
 
     def operand(self, node: Node, index: int, array: Any, env: Mapping[int, Any]) -> Any:
-        if not node.outputs:
+        if not node.outputs or node.prim == "optimization_barrier":  # what it lets pass is called as what made that
             return array
         key = (self.origin.get(node.outputs[0], node.outputs[0]), index)
         sharding = self.decisions.operands.get(key)
