@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxauto.aot import abstract_mesh
 from jaxauto.blocks import find_blocks
 from jaxauto.core import Decisions
 from jaxauto.graph import build, walk
@@ -32,7 +33,7 @@ def test_what_is_kept_is_not_resharded_as_the_operand_of_what_made_it():
     kept = tuple(frozenset(made & {*b.made}) for b in find_blocks(graph))
     whole, split = (("data",), ()), (("data",), ("model",))
     decisions = Decisions(dict.fromkeys(made, split), {(number, 0): whole for number in made}, kept)
-    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
+    mesh = abstract_mesh((4, 2), ("data", "model"))
     equations = jax.make_jaxpr(apply(graph, decisions, mesh, "tpu"))(*jax.tree.leaves(args)).eqns
     made_by = {out: eqn for eqn in equations for out in eqn.outvars}
     barriers = [eqn for eqn in equations if eqn.primitive.name == "optimization_barrier"]
