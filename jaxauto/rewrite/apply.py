@@ -7,6 +7,7 @@ an operation, every operand of one, every loop input and both ends of every resh
 from __future__ import annotations
 
 import functools
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
@@ -26,6 +27,8 @@ from jaxauto.rewrite.program import Rewritten
 from jaxauto.rewrite.recompute import recompute
 from jaxauto.rewrite.sink import sink
 from jaxauto.swapped import turned
+
+_LANES = 128  # of a TPU's tiles
 
 
 def partition_spec(sharding: Sharding) -> PartitionSpec:
@@ -59,7 +62,7 @@ class _Constraints(Pins):
         self.origin, self.stacked, self.values = rewritten.origin, rewritten.stacked, rewritten.graph.values
         self.on_cpu = platform == "cpu"
         self.late = {x for node in rewritten.graph.nodes if node.backward for x in node.outputs} if self.on_cpu else set()
-        self.row_major = _told_their_layout(rewritten, decisions) if platform == "tpu" and mesh.size > 1 else set()
+        self.row_major = _told_their_layout(rewritten, decisions, dict(mesh.shape)) if platform == "tpu" and mesh.size > 1 else set()
 
     def barrier(self, arrays: list, numbers: Sequence = ()) -> list:
         if not self.on_cpu:
@@ -115,14 +118,16 @@ class _Constraints(Pins):
         return others[0] if others else None
 
 
-def _told_their_layout(rewritten: Rewritten, decisions: Decisions) -> set[int]:
+def _told_their_layout(rewritten: Rewritten, decisions: Decisions, mesh: Mapping[str, int]) -> set[int]:
     """Gradients that XLA:TPU would lay out otherwise, and then copies parameters and moments there and back for the update.
 
-    A vocabulary's (``swapped.turned``), and what leaves another dimension than the first: gathered, or exchanged for a part of that.
+    A vocabulary's (``swapped.turned``), and what leaves another dimension than the first: gathered, or exchanged for a part of that. But
+    not where a device's part has a last dimension so short that most of each tile would be padding: weights split within a head.
     """
     gradients = (x for node in rewritten.graph.nodes if node.backward for x in node.outputs if _leaves_backward(rewritten.graph, x))
     inside = {x for x in gradients if _leaves_inside(decisions.made.get(x, ()), decisions.values.get(x, ()))}
-    return turned(rewritten.graph) | inside
+    lasts = {x: rewritten.graph.values[x].shape[-1] / math.prod(mesh[axis] for axis in decisions.values[x][-1]) for x in inside}
+    return turned(rewritten.graph) | {x for x, last in lasts.items() if 2 * last >= _LANES}
 
 
 def _leaves_backward(graph: Graph, number: int) -> bool:
