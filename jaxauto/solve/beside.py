@@ -227,7 +227,8 @@ def passed_edges(model: Model) -> list[tuple[Edge, int, int]]:
             updates = e.result in late and not e.backward and (e.value in early or at >= begins)
             begin = first_update(model, e) if updates and e.value in early else begins
             begin = begin if ahead.setdefault(begin, e) is e else begins
-            found.setdefault((e.value, e.target, e.dims, at), (e, *((begin, b.length - 1) if updates else (at, at))))
+            first, last = (begin, b.length - 1) if updates else (at, at)
+            found.setdefault((e.value, e.target, e.dims, last), (e, first, last))
     return list(found.values())
 
 

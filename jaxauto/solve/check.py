@@ -176,8 +176,7 @@ class Answer:
                 self.charge(total, self.resource(-1, o.value), times, (part[0] / once, part[1] / once), op.node.id)
                 total["compute"] += times * (longer[0] if longer else 0.0)
         outputs = {x for x in self.model.groups.graph.outputs if isinstance(x, int)}
-        for e in self.model.groups.edges:
-            times = e.times + self.model.variant.extra.get(e.node, 0)
+        for e, times in self.brought_once():
             for part in self.edge(e):
                 ends = e.node == -1 and e.value in outputs
                 self.charge(total, "blocking" if ends else self.resource(e.value, e.result), times, part, e.node)
@@ -192,6 +191,15 @@ class Answer:
             if buffers.is_input[k] and int(self.model.variant.origin[k]) not in self.model.program.known_early:
                 total["prefetch"] += float(buffers.bytes_[k]) / pieces / self.model.chip.host_bandwidth
         return total
+
+    def brought_once(self) -> Iterator[tuple[Edge, float]]:
+        """Edges and how often in a step; those that bring one array to one place in one pass, not narrowed nor summed, are one."""
+        alike: dict[tuple, list[Edge]] = {}
+        for k, e in enumerate(self.model.groups.edges):
+            merges = e.node >= 0 and not e.reduced and e.node not in self.model.narrowing
+            alike.setdefault((e.value, e.source, e.target, e.dims, e.times, e.backward) if merges else (k,), []).append(e)
+        for edges in alike.values():
+            yield edges[0], max(e.times + self.model.variant.extra.get(e.node, 0) for e in edges)
 
     def halos(self) -> Iterator[float]:
         """Seconds that convolutions wait for their neighbours' borders: from each side half of what windows overlap."""

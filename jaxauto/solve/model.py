@@ -238,15 +238,25 @@ class Model:
 
     def _edges(self) -> None:
         count: dict[tuple, float] = defaultdict(float)
-        for e in self.groups.edges:
+        for e, often in self.passages():
             a, b = self.var("group", e.source), self.var("group", e.target)
             resource = self.edge_resource(e)
             bytes_, together = (self.edge_bytes(e), self.passage_bytes(e.result)), self.combined.get(e.result, 1)
             key = (a, b, e.dims, e.reduced, *bytes_, together, resource, self.shadow(e.node))
-            count[key] += e.times + self.variant.extra.get(e.node, 0)
+            count[key] += often
         for (a, b, *of, resource, shadow), times in count.items():
             table = self.cached(("edge", a, b, *of), lambda a=a, b=b, of=of: self.edge_table(self.states[a], self.states[b], *of))
             self._add_passage(resource, a, b, times, table, shadow)
+
+    def passages(self) -> list[tuple[Edge, float]]:
+        """Edges, and how often what they bring is brought in a step: for all that read it there in one pass at once."""
+        found: dict[Any, tuple[Edge, float]] = {}
+        for e in self.groups.edges:
+            alone = e.reduced or e.node < 0 or e.node in self.narrowing
+            key = e if alone else (e.value, e.source, e.target, e.dims, e.times, e.backward)
+            first, often = found.get(key, (e, 0.0))
+            found[key] = first, max(often, e.times + self.variant.extra.get(e.node, 0))
+        return list(found.values())
 
     def shadow(self, node: int) -> float:
         """Seconds of work that a collective of a node can hide behind, if it can hide at all."""
@@ -363,9 +373,9 @@ class Model:
     def collectives(self, x: np.ndarray) -> list[tuple[str, float, tuple[int, ...], float, float, str, int]]:
         """(kind, bytes, axis indices, times, seconds of one, resource, node id) of every passage under ``x``."""
         found = []
-        for e in self.groups.edges:
+        for e, often in self.passages():
             source, target = self.state(x, "group", e.source)[None], self.state(x, "group", e.target)[None]
-            found += self._edge_collectives(e, source, target)
+            found += self._edge_collectives(e, often, source, target)
         for op in self.groups.operations:
             strategy, again = self.state(x, "operation", op.node.id), self.again(op.node.id)
             for o in op.operands:
@@ -390,7 +400,7 @@ class Model:
         key = ("passage", here.tobytes(), there.tobytes(), bytes_, b"" if partial is None else partial.tobytes(), *how.items())
         return self.cached(key, lambda: passage_collectives(here, there, bytes_, self.mesh, partial, **how))
 
-    def _edge_collectives(self, e: Edge, source: np.ndarray, target: np.ndarray) -> list:
+    def _edge_collectives(self, e: Edge, often: float, source: np.ndarray, target: np.ndarray) -> list:
         here, there, partial, sizes = edge_layout(source, target, e.dims, e.reduced, self.mesh.sizes)
         resource = self.edge_resource(e)
         steps = self._passage(here[0], there[0], self.edge_bytes(e))
@@ -398,5 +408,4 @@ class Model:
             unsplit = np.full_like(here[0], WHOLE)
             local = self.passage_bytes(e.result) / float(sizes[0])
             steps = steps + self._passage(unsplit, unsplit, local, partial[0], together=self.combined.get(e.result, 1))
-        times = e.times + self.variant.extra.get(e.node, 0)
-        return [(k, n, axes, times, s, resource, e.node) for k, n, axes, s in steps]
+        return [(k, n, axes, often, s, resource, e.node) for k, n, axes, s in steps]
