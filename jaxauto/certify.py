@@ -3,7 +3,8 @@
 The estimate e and the compiled c of one round give the next one, under a budget of M: the estimate may be M e / c.
 Where no plan has so little, the leanest plan is compiled: compilers stray from the estimate most where there is room to waste. The least
 that users are told of is what the compiler was seen to fit it into: asked for that much, the planner plans.
-Where the next one fits with room to spare, a faster plan between the two is tried, and one below that if it does not fit.
+Where the next one fits with room to spare, or the leanest plan does, a faster plan between the two is tried, and one below that if it does
+not fit.
 Where none fits, the leanest answer that splits no scan where these did, or the other way round, is compiled too: estimates of the two stray
 apart. Of the search for the budget, then of that for little more than the least: users may have been told of what that needs. Where those
 do not fit either, a compiler that takes a limit is told of it: with memory to spare XLA:TPU leaves gaps in its heap. Where the gaps alone
@@ -60,7 +61,7 @@ def certified(plan: Plan, budget: float, options: Any, progress: Callable[[str],
             return _with(plan, notes=(*plan.notes, f"not certified: {error}"))
         if needed <= budget:
             fitting = _with(plan, certificate=Certificate(compiler, needed, budget, number), budget_bytes=budget)
-            return _richer(fitting, over[-1], options, progress) if over and number < MAX_ROUNDS else fitting
+            return _richer(fitting, over[-1], options, progress) if over and number != MAX_ROUNDS else fitting
         if not over and _fits_without_gaps(plan, budget):
             packed = told[plan] = _limited(plan, budget, number + 1, progress)
             if packed is not None and _seconds(packed) <= _seconds(plan) * (1 + _WORTH):

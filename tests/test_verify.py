@@ -217,6 +217,22 @@ def test_certification_tries_a_smaller_one_where_the_plan_between_does_not_fit(m
     assert plan.certificate.rounds == 4 and plan.estimate.peak_memory == smaller
 
 
+def test_certification_tries_a_plan_between_where_the_leanest_alone_fits(monkeypatch):
+    """Estimates that stray further with each plan: the leanest leaves half of the budget."""
+    free = jaxauto.plan(step, *ARGS, mesh=MESH, certify=False)
+    budget = most = free.estimate.peak_memory
+    needs, asked = stubborn(lambda plan: [1.2, 1.1, 1.3, 0.5, 0.8][len(asked) - 1] * budget)
+    shares = iter([0.9, 0.8, 0.4])
+    monkeypatch.setattr(certify, "_needs", needs)
+    between = lambda plan, share: leaner_of(free, share * plan.estimate.peak_memory / most)  # noqa: E731
+    planned = lambda plan, share: leaner_of(free, left) if (left := next(shares, None)) else between(plan, share)  # noqa: E731
+    monkeypatch.setattr(certify, "_leaner", lambda plan, share, *_: planned(plan, share))
+    plan = jaxauto.plan(step, *ARGS, mesh=MESH, memory_budget=budget, certify=True)
+    third, leanest, last = (p.estimate.peak_memory for p in asked[2:])
+    assert leanest < last < third and plan.estimate.peak_memory == last
+    assert plan.certificate.rounds == 5 and plan.certificate.fits
+
+
 @pytest.mark.parametrize("alive, slower, packed", [(0.9, 1.0, True), (0.9, 1.5, False), (1.1, 1.0, False)])
 def test_where_gaps_in_the_heap_alone_are_too_much_the_compiler_is_told_of_the_budget(monkeypatch, alive, slower, packed):
     """The same plan, if what is alive at once fits and the step takes no longer; else a leaner one."""
