@@ -21,7 +21,7 @@ from jaxauto.solve.brought import Way, shares_on_the_way, tiled
 from jaxauto.solve.facts import viewed
 from jaxauto.solve.positions import edge_layout, moved_share
 from jaxauto.solve.put_off import held_for_gradients
-from jaxauto.solve.turns import Row, beside_loops, beside_results, cut_results, first_update, in_order, update_begins
+from jaxauto.solve.turns import Row, beside_loops, beside_results, cut_results, in_order, update_begins, updating
 from jaxauto.solve.widened import held_widened
 from jaxauto.strategies import project, shards
 
@@ -216,17 +216,16 @@ def passed_edges(model: Model) -> list[tuple[Edge, int, int]]:
     """(edge into an equation, first and last position of what it reshards), each array once for a group and position.
 
     What such an equation writes itself takes the place of what it reads. What the update gathers is there as it begins, until the step
-    ends: an update writes all that it makes of an array at once. One of a weight's arrays is on its way before (``first_update``).
+    ends: an update writes all that it makes of an array at once. One of a weight's arrays is on its way before (``updating``).
     """
-    b, begins, found = model.buffers, update_begins(model), {}
+    b, begins, found, ahead = model.buffers, update_begins(model), {}, updating(model)
     late, early = model.program.late_only, model.program.known_early
-    ahead: dict[int, Edge] = {}  # position of a gradient → what is on its way from there on
     for e in model.groups.edges:
         at = b.position.get(e.node) if model.var("group", e.source) != model.var("group", e.target) else None
         if at is not None and not (e.result in b.stored and model.values[e.result].nbytes >= model.values[e.value].nbytes):
             updates = e.result in late and not e.backward and (e.value in early or at >= begins)
-            begin = first_update(model, e) if updates and e.value in early else begins
-            begin = begin if ahead.setdefault(begin, e) is e else begins
+            gradient, early_on = ahead.get((e.node, e.operand), (-1, False))
+            begin = min(begins, b.position.get(gradient, begins)) if early_on else begins
             first, last = (begin, b.length - 1) if updates else (at, at)
             found.setdefault((e.value, e.target, e.dims, last), (e, first, last))
     return list(found.values())

@@ -30,6 +30,7 @@ from jaxauto.solve.model import Model
 from jaxauto.solve.onchip import place_on_chip
 from jaxauto.solve.problem import RESOURCES
 from jaxauto.solve.search import Candidate
+from jaxauto.solve.turns import updating
 from jaxauto.strategies import WHOLE, states
 
 _TOLERANCE = 1e-9  # relative
@@ -176,9 +177,10 @@ class Answer:
                 self.charge(total, self.resource(-1, o.value), times, (part[0] / once, part[1] / once), op.node.id)
                 total["compute"] += times * (longer[0] if longer else 0.0)
         outputs = {x for x in self.model.groups.graph.outputs if isinstance(x, int)}
+        waited = {key for key, (_, ahead) in updating(self.model).items() if not ahead}
         for e, times in self.brought_once():
             for part in self.edge(e):
-                ends = e.node == -1 and e.value in outputs
+                ends = (e.node == -1 and e.value in outputs) or (e.node, e.operand) in waited
                 self.charge(total, "blocking" if ends else self.resource(e.value, e.result), times, part, e.node)
         for exchanged in self.halos():
             total["blocking"] += exchanged

@@ -42,7 +42,7 @@ from jaxauto.solve.onchip import place_on_chip
 from jaxauto.solve.positions import edge_layout, reduced_factors, unscattered
 from jaxauto.solve.problem import MemoryRow, Problem
 from jaxauto.solve.remat import Variant
-from jaxauto.solve.turns import add_turns
+from jaxauto.solve.turns import add_turns, updating
 from jaxauto.solve.work import add_operations, add_traffic
 from jaxauto.strategies import project, shards, states
 
@@ -233,8 +233,9 @@ class Model:
         return "blocking"
 
     def edge_resource(self, e: Edge) -> str:
-        """What leaves the step at its end has nothing left to hide behind."""
-        return "blocking" if e.node < 0 and e.value in self.final else self.resource_of(e.value, e.result)
+        """What leaves the step at its end has nothing left to hide behind, nor has most of what the update gathers."""
+        ends = e.node < 0 and e.value in self.final
+        return "blocking" if ends or not updating(self).get((e.node, e.operand), (-1, True))[1] else self.resource_of(e.value, e.result)
 
     def _edges(self) -> None:
         count: dict[tuple, float] = defaultdict(float)

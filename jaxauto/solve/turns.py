@@ -116,7 +116,7 @@ def update_begins(model: Model) -> int:
     """The position from which the collectives of the update are on their way.
 
     Compilers start them together: XLA:GPU as soon as nothing is left of the backward pass, XLA:TPU, which minds the memory, at the end.
-    What it gathers for one weight alone: ``first_update``.
+    But for what is on its way before (``updating``).
     """
     return model.cached(("update begins", model.variant), lambda: _update_begins(model))
 
@@ -130,39 +130,42 @@ def _update_begins(model: Model) -> int:
     return min((position[n.id] for n in model.groups.graph.nodes if done < position.get(n.id, 0) and set(n.outputs) & late), default=last)
 
 
-def first_update(model: Model, e: Edge) -> int:
-    """The position from which an array may be on its way that an update reads beside a gradient.
+def updating(model: Model) -> dict[tuple[int, int], tuple[int, bool]]:
+    """What an update reads beside a gradient, where that is resharded: (node, operand) → node that makes the last gradient it waits for,
+    and whether it is on its way from there on.
 
-    XLA:TPU sends it while the backward pass goes on, from where the gradient is made; the others of that weight mostly once the first is
-    there.
+    XLA:TPU hides one such gather of a weight behind what is left of the backward pass; the update waits for the others, as compiled for
+    19 programs: 1295 MiB of weights and moments waited for, 537 on their way.
     """
-    begins = update_begins(model)
-    if model.chip.platform != "tpu":
-        return begins
-    values, made = model.variant.rewritten.graph.values, _gradients_made(model)
-    todo, seen = [e.result], {e.result}
-    while todo:  # momentum decays before the gradient is added
-        number = todo.pop()
-        if made.get(number, 0) > 0:
-            begins = min(begins, made[number])
+    return model.cached(("updating",), lambda: _updating(model)) if model.chip.platform == "tpu" else {}
+
+
+def _updating(model: Model) -> dict[tuple[int, int], tuple[int, bool]]:
+    values, made, found = model.groups.graph.values, _last_gradients(model), {}
+    ahead: dict[int, tuple[int, int]] = {}
+    for e in model.groups.edges:
+        if e.node < 0 or e.backward or e.value not in model.program.known_early or e.result not in model.program.late_only:
             continue
-        more = {out for node in values[number].users for out in node.outputs} - seen
-        seen |= more
-        todo += more
-    return begins
-
-
-def _gradients_made(model: Model) -> dict[int, int]:
-    """Gradients and what the optimizer makes → the position of the last gradient that each is made of; 0: of none."""
-    return model.cached(("gradients made", model.variant), lambda: _last_gradients(model))
+        todo, seen, gradient = [e.result], {e.result}, None
+        while todo and gradient is None:  # momentum decays before the gradient is added
+            gradient = made.get(todo[0])
+            more = {out for node in values[todo.pop(0)].users for out in node.outputs} - seen
+            seen |= more
+            todo += sorted(more)
+        if gradient is not None:
+            key = e.node, e.operand
+            found[key] = gradient, ahead.setdefault(gradient, key) == key
+    return found
 
 
 def _last_gradients(model: Model) -> dict[int, int]:
-    late, position, found = model.program.late_only, model.buffers.position, {}
-    for node in model.variant.rewritten.graph.nodes:
+    """Gradients and what the optimizer makes of them → the node that makes the last gradient that each is made of."""
+    late, found, order = model.program.late_only, {}, {}
+    for k, node in enumerate(model.groups.graph.nodes):
+        order[node.id] = k
         if late.issuperset(node.outputs):
-            waits = max((found.get(x, 0) for x in node.inputs if isinstance(x, int)), default=0)
-            found.update(dict.fromkeys(node.outputs, waits or (position.get(node.id, 0) if node.backward else 0)))
+            waits = [found[x] for x in node.inputs if isinstance(x, int) and x in found] or [node.id] * node.backward
+            found.update(dict.fromkeys(node.outputs if waits else (), max(waits, key=order.__getitem__, default=-1)))
     return found
 
 

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxauto
+from jaxauto.solve.turns import updating
 
 
 def step(state, x):
@@ -41,7 +42,12 @@ def test_what_leaves_the_step_at_its_end_is_waited_for(best):
     leaving = [e for e in model.groups.edges if e.node < 0 and e.value in outputs]
     assert len(leaving) >= 3 and {model.edge_resource(e) for e in leaving} == {"blocking"}
     weights = [e for e in model.groups.edges if e.value in model.program.known_early and e.value not in outputs]
-    assert {model.edge_resource(e) for e in weights} <= {"prefetch"}
+    read = updating(model)  # for the update
+    assert {model.edge_resource(e) for e in weights if (e.node, e.operand) not in read} <= {"prefetch"}
+    ahead = [gradient for gradient, first in read.values() if first]
+    assert ahead and len(ahead) == len({*ahead}) == len({gradient for gradient, _ in read.values()}), "one of each weight's"
+    resources = {key: model.edge_resource(e) for e in weights if (key := (e.node, e.operand)) in read}
+    assert resources == {key: "prefetch" if first else "blocking" for key, (_, first) in read.items()}
 
 
 def test_the_gathers_of_an_update_are_in_the_time_of_the_step(best):
