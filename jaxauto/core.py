@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -346,36 +346,36 @@ class MeshAxes:
 
 @dataclass(frozen=True)
 class Trips:
-    """Some trips of a scan, one after the other.
+    """Some trips of a scan, one after the other, and what they keep for the backward pass.
 
     Attributes:
       count: how many.
-      segments: how many of them are run again together: between the passes are the carries that such segments begin with, and what
-        they keep is there while one goes backward. More numbers: a segment is cut into shorter ones while it is run again, and so on.
-        Each divides the one before, the first ``count``. (): they keep what they keep.
-      kept: values of the body as written that they keep; None: as written.
+      kept: values of the body as written that each keeps; None: as written. Of trips that run again those of ``inside`` say it.
+      inside: how they are cut as they run again, in the order of the forward pass: segments of as many trips as these have together,
+        of which the carries that they begin with are kept. (): they do not run again, and keep what they keep.
     """
 
     count: int
-    segments: tuple[int, ...] = ()
     kept: frozenset[int] | None = None
+    inside: tuple[Trips, ...] = ()
 
+    @property
+    def length(self) -> int:
+        """Trips of a segment."""
+        return sum(part.count for part in self.inside) or self.count
 
-@dataclass(frozen=True)
-class Split:
-    """A scan whose trips are not all alike for the backward pass.
+    def keeping(self, old: frozenset[int] | None, new: frozenset[int] | None) -> Trips:
+        """The same with ``new`` kept where ``old`` is."""
+        if self.inside:
+            return dataclasses.replace(self, inside=tuple(part.keeping(old, new) for part in self.inside))
+        return dataclasses.replace(self, kept=new) if self.kept == old else self
 
-    Attributes:
-      segments: of its head, the trips that are not in ``rest``: they come first, and keep what the block of the scan does.
-      rest: the others, in the order of the forward pass.
-    """
-
-    segments: tuple[int, ...] = ()
-    rest: tuple[Trips, ...] = ()
-
-    def parts(self, trips: int, kept: frozenset[int] | None) -> tuple[Trips, ...]:
-        """All trips of a scan of so many, whose block keeps ``kept``."""
-        return (Trips(trips - sum(part.count for part in self.rest), self.segments, kept), *self.rest)
+    def leaves(self, times: int = 1, depth: int = 0) -> Iterator[tuple[int, int, frozenset[int] | None]]:
+        """What is one pair of scans in the end: trips in all, how often they run again, what they keep."""
+        if not self.inside:
+            yield times * self.count, depth, self.kept
+        for part in self.inside:
+            yield from part.leaves(times * self.count // self.length, depth + 1)
 
 
 @dataclass(frozen=True)
@@ -391,7 +391,7 @@ class Decisions:
       made: value id → sharding it is made in before it gets the one in ``values``: a conversion that narrows comes before a gather.
       offloaded: values that are in the host's memory between the passes; arguments and results that are there between steps.
       remade: values between blocks that are made again for the backward pass, and the depth of each, see ``reruns.py``.
-      splits: block → how the trips of its scan differ in what they keep.
+      splits: block → its trips, where they differ in what they keep; ``kept`` says what the first of them keep.
       in_order: gradients, those summed over devices too, that loops and recomputations of the backward pass wait for
         where the compiler is held to the order of the program (``rewrite/order.py``): all on GPU and CPU; on TPU those summed
         over devices that are much smaller than what is read for them. None where it is not.
@@ -404,5 +404,5 @@ class Decisions:
     made: Mapping[int, Sharding] = field(default_factory=dict)
     offloaded: frozenset[int] = frozenset()
     remade: frozenset[tuple[int, int]] = frozenset()
-    splits: Mapping[int, Split] = field(default_factory=dict)
+    splits: Mapping[int, tuple[Trips, ...]] = field(default_factory=dict)
     in_order: frozenset[int] | None = None

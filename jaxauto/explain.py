@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxauto import alternatives, compat
-from jaxauto.core import Split
+from jaxauto.core import Trips
 from jaxauto.cost.compute import operation_seconds, traffic_seconds
 from jaxauto.errors import ArgumentError
 from jaxauto.naming import fold_paths, local_shape, mask, mask_all, mask_place, short_source, spec_text
@@ -65,18 +65,21 @@ def _memory(plan: Plan) -> Section:
         )
     elif plan.remat:
         lines.append("No activation is recomputed.")
-    lines += [_in_parts(split) for split in plan.decisions.splits.values()]
+    lines += [_in_parts(parts) for parts in plan.decisions.splits.values()]
     return Section("What binds memory", ("at the peak", ">bytes", ">share"), rows, lines)
 
 
-def _in_parts(split: Split) -> str:
+def _in_parts(parts: Sequence[Trips]) -> str:
     """How the trips of a loop differ."""
 
-    def how(segments: tuple[int, ...]) -> str:
-        return f"again in segments of {' of '.join(map(str, segments))}" if segments else "each by itself"
+    def how(part: Trips) -> str:
+        if not part.inside:
+            return f"{part.count} each by itself"
+        within = part.inside[0] if len(part.inside) == 1 else None
+        deeper = f" ({', then '.join(map(how, part.inside))})" if within is None or within.inside else ""
+        return f"{part.count} again in segments of {part.length}{deeper}"
 
-    rest = "".join(f", then {part.count} {how(part.segments)}" for part in split.rest)
-    return f"The trips of a loop differ: the first run {how(split.segments)}{rest}."
+    return f"The trips of a loop differ: {', then '.join(map(how, parts))}."
 
 
 def _largest(plan: Plan, best: Candidate) -> Section:

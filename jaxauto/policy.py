@@ -25,7 +25,7 @@ def checkpoint_policy(graph: Graph, decisions: Decisions) -> Callable[..., bool]
 
     Layers for which the plan decides differently (the first, whose input may need no gradient) get what most of them have: JAX traces alike
     blocks once. What the plan knows nothing of is not saved, as in ``jax.checkpoint`` without a policy. No policy can say that trips of a
-    scan differ (``core.Split``): it saves what the first ones keep.
+    scan differ (``core.Trips``): it saves what the first ones keep.
 
     Args:
       graph: the graph of the step.

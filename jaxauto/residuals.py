@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxauto.blocks import Block, closure
-from jaxauto.core import Split, Trips
+from jaxauto.core import Trips
 from jaxauto.plan import RematDecision
 from jaxauto.solve.candidate import Candidate
 from jaxauto.solve.remat import Remat
@@ -25,7 +25,7 @@ def _of_residuals(remat: Remat, best: Candidate) -> list[RematDecision]:
     offloaded = best.variant.offloaded & {rewritten.origin[n] for n in rewritten.host if n in rewritten.origin}
     for b, (block, kept) in enumerate(zip(remat.blocks, best.variant.kept, strict=True)):
         first = 0
-        for part in splits.get(b, Split()).parts(block.count, kept):
+        for part in splits.get(b, (Trips(block.count, kept),)):
             name = f"{block.name}[{first}..{first + part.count - 1}]" if b in splits else block.name
             decisions += _of_part(remat, best, b, replace(block, name=name, count=part.count), part, offloaded)
             first += part.count
@@ -34,16 +34,17 @@ def _of_residuals(remat: Remat, best: Candidate) -> list[RematDecision]:
 
 def _of_part(remat: Remat, best: Candidate, b: int, block: Block, part: Trips, offloaded: frozenset[int]) -> list[RematDecision]:
     """``block``: with the trips of the part for its own. In segments nothing lies between the passes but the carries they begin with."""
-    nested = bool(part.segments)
-    again = {out for node in (closure(block, part.kept)[0] if part.kept is not None else ()) for out in node.outputs}
+    nested, leaves = bool(part.inside), list(part.leaves())
+    made = {kept: closure(block, kept)[0] if kept is not None else () for *_, kept in leaves}
+    again = {kept: {out for node in nodes for out in node.outputs} for kept, nodes in made.items()}
     extra = {*(part.kept or ()), *(offloaded & remat.values_of(b) if block.scan else ())} - {*block.residuals}
     found = []
     for number in (*block.residuals, *sorted(extra)):
         value = remat.graph.values[number]
         node = value.producer
-        dropped = nested or (part.kept is not None and number in again and number not in part.kept)
-        pieces = _pieces(best, number)
-        seconds = remat.node_seconds(node) / pieces * block.count if node is not None and not node.bodies else 0.0
+        runs = sum(count * (depth + (number in again[kept] and number not in (kept or ()))) for count, depth, kept in leaves)
+        dropped, pieces = runs > 0, _pieces(best, number)
+        seconds = remat.node_seconds(node) / pieces * (runs or block.count) if node is not None and not node.bodies else 0.0
         found.append(
             RematDecision(
                 name=f"{block.name}: {node.scope + '/' if node and node.scope else ''}{node.prim if node else 'input'}",
@@ -56,7 +57,7 @@ def _of_part(remat: Remat, best: Candidate, b: int, block: Block, part: Trips, o
             )
         )
     for number in block.carries if nested else ():
-        value, segments = remat.graph.values[number], block.count // part.segments[0]
+        value, segments = remat.graph.values[number], part.count // part.length
         name, bytes_ = f"{block.name}: carry of every segment", value.nbytes / _pieces(best, number) * segments
         found.append(RematDecision(name, "kept", (segments, *value.shape), str(value.dtype), bytes_, 0.0))
     return found

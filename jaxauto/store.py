@@ -16,7 +16,7 @@ import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxauto import frontend
-from jaxauto.core import Collective, Decisions, Estimate, Graph, Split, Trips
+from jaxauto.core import Collective, Decisions, Estimate, Graph, Trips
 from jaxauto.errors import ArgumentError, PlanMismatchError
 from jaxauto.export import export
 from jaxauto.options import device_mesh, is_here, mesh_axes
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["bind", "export", "load", "save"]
 
 FORMAT = "jaxauto.plan"
-VERSION = 1
+VERSION = 2  # 1: scans that are split had segments of one length each
 
 
 def save(plan: Plan, path: str) -> str:
@@ -128,9 +128,7 @@ def _decisions(decisions: Decisions, graph: Graph | None) -> dict[str, Any]:
         "made": [{"value": n, **_name(n, graph), "sharding": s} for n, s in decisions.made.items()],
         "offloaded": [{"value": n, **_name(n, graph)} for n in sorted(decisions.offloaded)],
         "remade": [{"value": n, "depth": depth, **_name(n, graph)} for n, depth in sorted(decisions.remade)],
-        "splits": [
-            {"block": b, "segments": s.segments, "rest": [_trips(t, graph) for t in s.rest]} for b, s in sorted(decisions.splits.items())
-        ],
+        "splits": [{"block": b, "parts": [_trips(t, graph) for t in parts]} for b, parts in sorted(decisions.splits.items())],
     }
 
 
@@ -139,7 +137,7 @@ def _kept(kept: frozenset[int] | None, graph: Graph | None) -> list | None:
 
 
 def _trips(trips: Trips, graph: Graph | None) -> dict[str, Any]:
-    return {"count": trips.count, "segments": trips.segments, "kept": _kept(trips.kept, graph)}
+    return {"count": trips.count, "kept": _kept(trips.kept, graph), "inside": [_trips(t, graph) for t in trips.inside]}
 
 
 def _name(number: int, graph: Graph | None) -> dict[str, str]:
@@ -213,7 +211,7 @@ def _to_decisions(data: Mapping[str, Any]) -> Decisions:
         made={d["value"]: _to_sharding(d["sharding"]) for d in data.get("made", ())},
         offloaded=frozenset(d["value"] for d in data.get("offloaded", ())),
         remade=frozenset((d["value"], d.get("depth", 1)) for d in data.get("remade", ())),
-        splits={d["block"]: Split(tuple(d["segments"]), tuple(map(_to_trips, d["rest"]))) for d in data.get("splits", ())},
+        splits={d["block"]: _to_parts(d) for d in data.get("splits", ())},
     )
 
 
@@ -221,8 +219,14 @@ def _to_kept(kept: list | None) -> frozenset[int] | None:
     return None if kept is None else frozenset(d["value"] for d in kept)
 
 
+def _to_parts(data: Mapping[str, Any]) -> tuple[Trips, ...]:
+    if "parts" not in data:
+        raise ValueError("it splits a loop in the form of version 1, which is not read any more")
+    return tuple(map(_to_trips, data["parts"]))
+
+
 def _to_trips(data: Mapping[str, Any]) -> Trips:
-    return Trips(data["count"], tuple(data["segments"]), _to_kept(data["kept"]))
+    return Trips(data["count"], _to_kept(data["kept"]), tuple(map(_to_trips, data["inside"])))
 
 
 def _to_estimate(data: Mapping[str, Any]) -> Estimate:

@@ -27,10 +27,11 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent)]
 
 import jaxauto  # noqa: E402
+from jaxauto.core import Trips  # noqa: E402
 
 ROWS, WIDTH = 16384, 1024
 LAYERS = (6, 8, 12, 16, 20)
-SCANNED = {16: range(15, 4, -1), 24: range(23, 5, -1), 64: (60, 50, 40, 32, 24, 20, 16, 14, 12, 11, 10, 9, 8)}  # layers, activations
+SCANNED = {16: range(15, 1, -1), 24: range(23, 2, -1), 64: (60, 50, 40, 32, 24, 20, 16, 14, *range(12, 3, -1))}  # layers, activations
 COMPILED = (("h100:1", 12, (5, 3, 2, 1)), ("v5e:1x1", 12, (5, 4, 3.6)), ("v5p:1x1x1", 12, (5, 4, 3)))  # target, layers, activations
 COMPILED_SCANS = (("h100:1", 24, (18, 12, 9, 7)), ("v5e:1x1", 24, (12, 9, 7, 5)), ("v5p:1x1x1", 24, (12, 9, 7, 5)))
 ACTIVATION = 2.0 * ROWS * WIDTH  # bytes
@@ -107,15 +108,18 @@ def compiled(target: str, layers: int, slots: float, *, scan: bool = False) -> s
         return f"| {target} | {slots} | {budget / 2**20:.0f} | no plan, least {error.least_bytes / 2**20:.0f} | | | | |"
     rows = {row.name: row for row in plan.verify(timeout=600).rows}
     memory, flops = rows["peak memory"], rows["matrix flops"]
-    depth = max((depth for _, depth in plan.decisions.remade), default=0) if not scan else _parts(plan, layers)
+    depth = max((depth for _, depth in plan.decisions.remade), default=0) if not scan else _parts(plan)
     told = f"{memory.estimated / 2**20:.0f} | {memory.compiled / 2**20:.0f} | {flops.estimated / 1e12:.2f} | {flops.compiled / 1e12:.2f}"
     return f"| {target} | {slots} | {budget / 2**20:.0f} | {depth} | {told} |"
 
 
-def _parts(plan: jaxauto.Plan, layers: int) -> str:
-    """``"7 in 7, 2"``: a part of one segment of 7 layers, and 2 that do not run again."""
-    parts = (part for split in plan.decisions.splits.values() for part in split.parts(layers, None))
-    return ", ".join(" in ".join(map(str, (part.count, *part.segments))) for part in parts) or "none"
+def _parts(plan: jaxauto.Plan) -> str:
+    """``"9(4(4) 5) 2"``: 9 layers that run again, first 4 of them once more, and 2 that do not."""
+
+    def told(part: Trips) -> str:
+        return f"{part.count}({' '.join(map(told, part.inside))})" if part.inside else str(part.count)
+
+    return " ".join(told(part) for parts in plan.decisions.splits.values() for part in parts) or "none"
 
 
 def main() -> None:
@@ -129,7 +133,7 @@ def main() -> None:
     table += ["| target | activations | budget MiB | depth | told | compiled | Tflop | compiled |", "|---|" + "---|" * 7]
     table += [compiled(target, layers, slots) for target, layers, counts in COMPILED for slots in counts]
     table += ["", f"## As compiled, scanned, {COMPILED_SCANS[0][1]} layers", ""]
-    table += ["| target | activations | budget MiB | parts, in segments | told | compiled | Tflop | compiled |", "|---|" + "---|" * 7]
+    table += ["| target | activations | budget MiB | parts, as they run again | told | compiled | Tflop | compiled |", "|---|" + "---|" * 7]
     table += [compiled(target, layers, slots, scan=True) for target, layers, counts in COMPILED_SCANS for slots in counts]
     text = "\n".join([*head, "## Unrolled", "", *columns, *rows, "", "## Scanned", "", *columns, *scans, *table]) + "\n"
     (HERE / "results" / "rotor.md").write_text(text)

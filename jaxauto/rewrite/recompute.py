@@ -15,12 +15,12 @@ that reads it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 from jaxauto.blocks import Block, closure, find_blocks, phases
-from jaxauto.core import Graph, Literal, Node, Split
+from jaxauto.core import Graph, Literal, Node, Trips
 from jaxauto.flow import is_spread
 from jaxauto.reruns import Rerun, find_reruns
 from jaxauto.rewrite.program import Program, Rewritten, cotangent_at, read_as, readers_of, renamed, ripeness
@@ -32,7 +32,7 @@ def recompute(
     kept: Mapping[int, frozenset[int]],
     remade: Collection[tuple[int, int]] = (),
     blocks: tuple[Block, ...] | None = None,
-    splits: Mapping[int, Split] | None = None,
+    splits: Mapping[int, Sequence[Trips]] | None = None,
 ) -> Rewritten:
     """A graph with the same results that keeps only ``kept`` of each block for the backward pass.
 
@@ -42,7 +42,7 @@ def recompute(
         not named stay as written.
       remade: values between blocks that are made again as well, and how deep, see ``reruns.find_reruns``.
       blocks: ``find_blocks(graph)``, if it is known.
-      splits: blocks whose scans are split, see ``rewrite/split.py``; ``kept`` is for the head of each.
+      splits: blocks whose scans are split, and into what, see ``rewrite/split.py``; these say what they keep.
 
     Raises:
       ValueError: no such block, a value that its block does not make, or a split that there cannot be.
@@ -55,7 +55,7 @@ def recompute(
         block = _checked(blocks, number, kept.get(number, ()))
         if number in splits:
             check_split(blocks, number, splits[number])
-            for part in split_pair(program, block, splits[number].parts(block.count, kept.get(number))):
+            for part in split_pair(program, block, splits[number]):
                 _rewrite_pair(program, block, part)
         elif block.scan:
             _rewrite_pair(program, block, Part(*(program.nodes[n.id] for n in block.scan), kept[number]))

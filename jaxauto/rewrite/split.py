@@ -10,7 +10,7 @@ k carries lie between the passes, the residuals of m trips while a segment goes 
 square-root schedule (Chen et al., arXiv 1604.06174). Parts that get shorter, the last of them an ordinary pair, are Rotor's optimum for one
 more forward pass (Beaumont et al., Inria RR-9302). One segment alone runs again from the carries that the part began with, in a loop of
 one trip: outside of one, compilers for several devices had its stacks from the begin of the step. What is run again can be cut into
-segments in its turn.
+parts in its turn, alike or not (``core.Trips``): so is any of Rotor's optima.
 
 No stack is cut: weights are read, and their gradients written, where they are (``core.Window``).
 """
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from jaxauto import compat
 from jaxauto.blocks import Block
-from jaxauto.core import Graph, Literal, Node, Split, Trips, Window
+from jaxauto.core import Graph, Literal, Node, Trips, Window
 from jaxauto.graph import walk
 from jaxauto.rewrite.program import Program, renamed
 
@@ -63,17 +63,19 @@ def can_split(blocks: Sequence[Block], number: int) -> bool:
     return forward.reverse != backward.reverse and not any(compat.is_key_dtype(values[x].dtype) for x in filled)
 
 
-def check_split(blocks: Sequence[Block], number: int, split: Split) -> None:
+def check_split(blocks: Sequence[Block], number: int, parts: Sequence[Trips]) -> None:
     """Raises ValueError where a block cannot be split so."""
     if not can_split(blocks, number):
         raise ValueError(f"block {number} cannot be split: it is no scan with a backward scan of its own")
-    for part in split.parts(blocks[number].count, None):
-        lengths = (part.count, *part.segments)
-        if part.count < 1 or any(b < 1 or a % b or (a == b and k) for k, (a, b) in enumerate(itertools.pairwise(lengths))):
-            raise ValueError(
-                f"block {number} of {blocks[number].count} trips cannot be split so: "
-                f"a part has {part.count} trips in segments of {' and '.join(map(str, part.segments)) or 'none'}"
-            )
+    what = f"block {number} of {blocks[number].count} trips cannot be split so"
+    if (count := sum(part.count for part in parts)) != blocks[number].count:
+        raise ValueError(f"{what}: its parts have {count} trips together")
+    todo = [*parts]
+    while todo:
+        part = todo.pop()
+        if part.count < 1 or part.length < 1 or part.count % part.length:
+            raise ValueError(f"{what}: a part has {part.count} trips in segments of {part.length}")
+        todo += part.inside
 
 
 def split_pair(program: Program, block: Block, parts: Sequence[Trips]) -> list[Part]:
@@ -122,21 +124,23 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Range:
-    """Trips of a scan: the first slice that they read, how many there are, in what segments, and the number of their part."""
+    """Some trips of a scan and the first slice that they read. ``copied``: the scan's bodies as written are other trips'."""
 
+    trips: Trips
     first: int
-    count: int
-    segments: tuple[int, ...]
-    part: int
+    copied: bool
 
     @property
     def alone(self) -> bool:
         """Whether it is one segment."""
-        return self.segments[:1] == (self.count,)
+        return bool(self.trips.inside) and self.trips.count == self.trips.length
 
-    def inside(self) -> _Range:
-        """What one of its segments is."""
-        return replace(self, first=0, count=self.segments[0], segments=self.segments[1:])
+
+def _ranges(parts: Sequence[Trips], *, reverse: bool, copied: bool = False) -> list[_Range]:
+    """Of parts that follow each other."""
+    ends = list(itertools.accumulate(part.count for part in parts))
+    first = [ends[-1] - end if reverse else end - part.count for part, end in zip(parts, ends, strict=True)]
+    return [_Range(part, at, copied or k > 0) for k, (part, at) in enumerate(zip(parts, first, strict=True))]
 
 
 class _Splitting:
@@ -146,29 +150,16 @@ class _Splitting:
         self.graph = program.graphs[id(block.graph)]
         forward, backward = (program.nodes[node.id] for node in block.scan)
         self.forward, self.backward = _Scan(forward, own_stacks(*block.scan, block.graph)), _Scan(backward)
-        ends = list(itertools.accumulate(part.count for part in parts))
-        first = [block.count - end if forward.reverse else end - part.count for part, end in zip(parts, ends, strict=True)]
-        self.ranges = [_Range(at, part.count, part.segments, k) for k, (at, part) in enumerate(zip(first, parts, strict=True))]
+        self.pairs: list[Part] = []
 
     def run(self) -> list[Part]:
         going, coming = self._zeros(self.forward, backward=False), self._zeros(self.backward, backward=True)
-        ahead, behind = [*going.values()], [*coming.values()]
-        init, over = self.forward.init, {y: node.outputs[0] for y, node in going.items()}
-        made: list[_Made] = []
-        for part in self.ranges:
-            made.append(self._forward(part, init, over, last=part is self.ranges[-1]))
-            init, over = made[-1].finals, made[-1].whole
-            ahead.append(made[-1].node)
-        init, over = self.backward.init, {y: node.outputs[0] for y, node in coming.items()}
-        found: list[Part] = []
-        for part in reversed(self.ranges):
-            nodes, back, pair = self._backward(part, made[part.part], init, over, last=part is self.ranges[0])
-            init, over = back.finals, back.whole
-            behind += nodes
-            found.append(pair)
-        self._put(self.forward.node, ahead)
-        self._put(self.backward.node, behind)
-        return found
+        parts = _ranges(self.parts, reverse=self.forward.node.reverse)
+        made = self._forwards(parts, self.forward.init, {y: node.outputs[0] for y, node in going.items()}, last=True)
+        back = self._backwards(parts, made, self.backward.init, {y: node.outputs[0] for y, node in coming.items()}, last=True)
+        self._put(self.forward.node, [*going.values(), *(m.node for m in made)])
+        self._put(self.backward.node, [*coming.values(), *(b.node for b in back)])
+        return self.pairs
 
     def _zeros(self, scan: _Scan, *, backward: bool) -> dict[int, Node]:
         """What stacks are written over first."""
@@ -181,28 +172,66 @@ class _Splitting:
 
     # ------------------------------------------------------------------------------------------------- one after the other
 
+    def _forwards(
+        self,
+        parts: Sequence[_Range],
+        init: Sequence[Operand],
+        over: Names,
+        *,
+        reads: Names | None = None,
+        again: bool = False,
+        last: bool = False,
+    ) -> list[_Made]:
+        """The forward pass of parts that follow each other."""
+        made: list[_Made] = []
+        for part in parts:
+            made.append(self._forward(part, init, over, reads=reads, again=again, last=last and part is parts[-1]))
+            init, over = made[-1].finals, made[-1].whole
+        return made
+
+    def _backwards(
+        self,
+        parts: Sequence[_Range],
+        made: Sequence[_Made],
+        init: Sequence[Operand],
+        over: Names,
+        *,
+        reads: Names | None = None,
+        last: bool = False,
+    ) -> list[_Made]:
+        """Their backward pass, the last one first."""
+        back: list[_Made] = []
+        for part, ahead in zip(reversed(parts), reversed(made), strict=True):
+            back.append(self._backward(part, ahead, init, over, reads=reads, last=last and part is parts[0]))
+            init, over = back[-1].finals, back[-1].whole
+        return back
+
     def _forward(
         self, part: _Range, init: Sequence[Operand], over: Names, *, reads: Names | None = None, again: bool = False, last: bool = False
     ) -> _Made:
         """The forward pass of some trips. The first part has the body as written. ``again``: in the backward pass, with a copy."""
-        if part.segments and not part.alone:
+        if part.trips.inside and not part.alone:
             return self._segments_forward(part, init, over, reads or {}, again=again, last=last)
-        body, names = self.program.body_again(self.forward.body, backward=again) if again or part.part else (None, {})
-        made = self._leaf(self.forward, part, body, init, over, reads=reads, own=not part.segments, last=last)
+        body, names = self._body_again(part, again=again)
+        made = self._leaf(self.forward, part, body, init, over, reads=reads, own=not part.trips.inside, last=last)
         made.node.backward = again
         return replace(made, starts=tuple(init), names=names)
 
+    def _body_again(self, part: _Range, *, again: bool) -> tuple[Graph | None, Names]:
+        return self.program.body_again(self.forward.body, backward=again) if again or part.copied else (None, {})
+
     def _backward(
         self, part: _Range, made: _Made, init: Sequence[Operand], over: Names, *, reads: Names | None = None, last: bool = False
-    ) -> tuple[list[Node], _Made, Part]:
-        """The backward pass of some trips: nodes, the last of them, and the pair in it. ``reads``: names in a scan around it."""
-        if part.segments:
+    ) -> _Made:
+        """The backward pass of some trips; the pairs in it are noted. ``reads``: names in a scan around it."""
+        if part.trips.inside:
             return self._segments_backward(part, made.starts, init, over, reads or {}, last=last)
-        body = self.program.body_again(self.backward.body)[0] if part.part else None
+        body = self.program.body_again(self.backward.body)[0] if part.copied else None
         back = self._leaf(self.backward, part, body, init, over, reads={**(reads or {}), **made.own}, last=last)
         whole = {} if made.node.backward else self.forward.whole  # what runs again does not write them again
         stacks = {made.names.get(x, x): y for y, x in whole.items() if isinstance(x, int)}
-        return [back.node], back, Part(made.node, back.node, self.parts[part.part].kept, made.names, stacks)
+        self.pairs.append(Part(made.node, back.node, part.trips.kept, made.names, stacks))
+        return back
 
     def _leaf(
         self,
@@ -226,7 +255,7 @@ class _Splitting:
         """
         body, program = copy or scan.body, self.program
         inner = dict(zip(scan.body.outputs, body.outputs, strict=True))
-        mine = {y: program.fresh(x, stacked=part.count) for y, x in scan.own.items()} if own else {}
+        mine = {y: program.fresh(x, stacked=part.trips.count) for y, x in scan.own.items()} if own else {}
         finals, whole = self._results(scan, over, last=last)
         outputs = (*body.outputs[: len(finals)], *(inner[scan.own[y]] for y in mine), *(inner[scan.whole[y]] for y in over))
         node = replace(
@@ -235,7 +264,7 @@ class _Splitting:
             inputs=(*renamed(scan.consts, reads or {}), *init, *renamed(scan.xs, reads or {}), *over.values()),
             outputs=(*finals, *mine.values(), *whole.values()),
             bodies=(Graph(body.inputs, outputs, body.nodes, body.values, body.consts),),
-            trips=part.count,
+            trips=part.trips.count,
             window=Window(self.trips, part.first, over=len(over)),
         )
         return _Made(node, finals, mine, whole)
@@ -249,13 +278,13 @@ class _Splitting:
 
     def _segments_forward(self, part: _Range, init: Sequence[Operand], over: Names, outside: Names, *, again: bool, last: bool) -> _Made:
         """Segments, of which the carries that they begin with are kept."""
-        scan, fresh = self.forward, self.program.fresh
+        scan, fresh, length = self.forward, self.program.fresh, part.trips.length
         reads = self._inside((*scan.consts, *scan.xs))
         carries, stacks = [fresh(x) for x in scan.carries], {y: fresh(y) for y in over}
-        body, _ = self.program.body_again(scan.body, backward=again) if again or part.part else (None, {})
-        leaf = self._leaf(scan, part.inside(), body, carries, stacks, reads=reads, own=False)
+        body, _ = self._body_again(part, again=again)
+        leaf = self._leaf(scan, _Range(Trips(length), 0, part.copied), body, carries, stacks, reads=reads, own=False)
         leaf.node.backward = again
-        starts = tuple(fresh(x, stacked=part.count // part.segments[0]) for x in scan.carries)
+        starts = tuple(fresh(x, stacked=part.trips.count // length) for x in scan.carries)
         finals, whole = self._results(scan, over, last=last)
         inputs = (*reads.values(), *carries, *stacks.values())
         around = Graph(inputs, (*leaf.finals, *leaf.whole.values(), *carries), [leaf.node], self.program.values)
@@ -266,20 +295,21 @@ class _Splitting:
 
     def _segments_backward(
         self, part: _Range, starts: tuple[Operand, ...], init: Sequence[Operand], over: Names, outside: Names, *, last: bool
-    ) -> tuple[list[Node], _Made, Part]:
+    ) -> _Made:
         """Each segment forward once more, and then backward."""
         forward, scan, fresh = self.forward, self.backward, self.program.fresh
         whole, stacked = (starts, ()) if part.alone else ((), starts)
         reads = self._inside(x for x in (*forward.consts, *forward.xs, *scan.consts, *scan.xs, *whole) if x not in forward.own)
         carries, stacks = [fresh(x) for x in scan.carries], {y: fresh(y) for y in over}
         slices = [fresh(x) for x in forward.carries] if stacked else []
-        again = self._forward(part.inside(), slices or renamed(whole, reads), {}, reads=reads, again=True)
-        nodes, back, pair = self._backward(part.inside(), again, carries, stacks, reads=reads)
+        parts = _ranges(part.trips.inside, reverse=forward.node.reverse, copied=part.copied)
+        again = self._forwards(parts, slices or renamed(whole, reads), {}, reads=reads, again=True)
+        back = self._backwards(parts, again, carries, stacks, reads=reads)
         finals, written = self._results(scan, over, last=last)
-        inputs = (*reads.values(), *carries, *stacks.values(), *slices)
-        around = Graph(inputs, (*back.finals, *back.whole.values()), [again.node, *nodes], self.program.values)
+        inputs, nodes = (*reads.values(), *carries, *stacks.values(), *slices), [made.node for made in (*again, *back)]
+        around = Graph(inputs, (*back[-1].finals, *back[-1].whole.values()), nodes, self.program.values)
         node = self._outer(scan, part, renamed(reads, outside), (*init, *over.values()), stacked, (*finals, *written.values()), around)
-        return [node], _Made(node, finals, {}, written), pair
+        return _Made(node, finals, {}, written)
 
     def _inside(self, operands: Iterable[Operand]) -> dict[int, int]:
         """Names in the body of a scan over segments for what its scans read."""
@@ -302,8 +332,8 @@ class _Splitting:
             inputs=(*consts, *carries, *xs),
             outputs=outputs,
             bodies=(body,),
-            trips=part.count // part.segments[0],
+            trips=part.trips.count // part.trips.length,
             num_consts=len(consts),
             num_carry=len(carries),
-            window=Window(self.trips, part.first, each=part.segments[0]),
+            window=Window(self.trips, part.first, each=part.trips.length),
         )

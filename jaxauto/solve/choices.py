@@ -23,6 +23,7 @@ from dataclasses import replace
 import numpy as np
 
 from jaxauto.blocks import Block, closure, phases
+from jaxauto.graph import walk
 from jaxauto.solve.chain import Option
 from jaxauto.solve.remat import Level, Remat
 from jaxauto.solve.segments import Keep, ScanOptions
@@ -48,16 +49,18 @@ def choices(
     turns = _turns(remat)
     owner = {v: b for b in turns for v in _inside(remat.blocks[b])}
     held = [_held(remat, level, pieces, turns, owner) for level in levels]
-    scans = {b: ScanOptions(remat, block, pieces) for b, block in enumerate(remat.blocks) if block.scan}
+    scanned = [(b, block) for b, block in enumerate(remat.blocks) if block.scan]
+    inside = {b: {lv.kept[b]: while_backward(remat, lv, block) for lv in levels if not lv.offloaded} for b, block in scanned}
+    scans = {b: ScanOptions(remat, block, pieces, inside[b]) for b, block in scanned}
 
     def size(b: int, v: int) -> float:
         return remat.graph.values[v].nbytes / pieces(v) * remat.blocks[b].count
 
     def option(b: int, number: int) -> Option:
         block, level = remat.blocks[b], levels[number]
-        keep, what = level.kept[b], Keep(level.kept[b], level.offloaded & remat.values_of(b), dict(level.splits).get(b))
+        keep, what = level.kept[b], Keep(level.kept[b], level.offloaded & remat.values_of(b), dict(level.splits).get(b, ()))
         if b in scans:
-            return replace(scans[b].option(keep, what.split, level.offloaded), what=what)
+            return replace(scans[b].option(keep, what.parts, level.offloaded), what=what)
         kept, again = held[number][b] if b in turns else _of_residuals(block, level, keep, functools.partial(size, b))
         nodes = closure(block, keep)[0] if keep is not None else ()
         seconds = sum(remat.again_seconds(n) / max(pieces(n.outputs[0]), 1.0) for n in nodes)
@@ -119,6 +122,17 @@ def _turns(remat: Remat) -> dict[int, int]:
 def _inside(block: Block) -> set[int]:
     """What a block makes, but its outputs: those are there anyway."""
     return {*block.made} - {*block.outputs}
+
+
+def while_backward(remat: Remat, level: Level, block: Block) -> list[tuple[int, int, int]]:
+    """What is in memory while a trip of a scan goes backward in the level's program, and from where to where."""
+    assert block.scan is not None
+    variant = remat.variant(level)
+    found = (body for node in walk(variant.rewritten.graph) if node.id == block.scan[1].id for body in node.bodies)
+    ids = [x for body in found for x in (*body.inputs, *(y for node in walk(body) for y in node.outputs))]
+    b = variant.buffers
+    there = np.isin(b.ids, ids) & (b.bytes_ > 0) & (b.end >= b.start) & np.isin(variant.origin, list(remat.graph.values))
+    return list(zip(*(each[there].tolist() for each in (variant.origin, b.start, b.end)), strict=True))
 
 
 def _held(

@@ -78,16 +78,17 @@ class Mixer:
         """The sharding of ``base`` with block ``b`` kept as ``options[b][choice[b]]`` says."""
         chosen = [options[b][c].what for b, c in enumerate(choice)]
         offloaded = frozenset().union(base.variant.offloaded & self.search.remat.state(1.0), *(keep.offloaded for keep in chosen))
-        splits = tuple((b, keep.split) for b, keep in enumerate(chosen) if keep.split)
+        splits = tuple((b, keep.parts) for b, keep in enumerate(chosen) if keep.parts)
         return self.keeping(base, tuple(keep.kept for keep in chosen), offloaded, splits)
 
     def keeping(self, base: Candidate, kept: Kept, offloaded: frozenset[int], splits: Splits | None = None) -> Candidate:
         """The sharding of ``base`` where blocks keep something else; scans that are split run again in no other way.
 
-        ``splits``: None: as ``base`` has them.
+        ``splits``: None: as ``base`` has them, of which those trips keep something else that keep what the first ones do.
         """
         level = base.variant.level
-        splits = level.splits if splits is None else splits
+        if splits is None:
+            splits = tuple((b, tuple(p.keeping(level.kept[b], kept[b]) for p in parts)) for b, parts in level.splits)
         apart = {y for b, _ in splits for node in (self.search.remat.blocks[b].scan or ())[:1] for y in node.outputs}
         remade = frozenset((v, depth) for v, depth in level.remade if v not in apart)
         level = replace(level, kept=kept, offloaded=offloaded, remade=remade, splits=splits)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxauto.blocks import closure, find_blocks
-from jaxauto.core import Graph, Kind, Node, OpRule, Split
+from jaxauto.core import Graph, Kind, Node, OpRule, Trips
 from jaxauto.cost.compute import bytes_per_flop, ops_per_byte, unsplit_seconds
 from jaxauto.cost.fusion import find_buffers
 from jaxauto.cost.liveness import Buffers
@@ -48,7 +48,7 @@ _ELEMENTWISE = {"tpu": (0.03, 0.25), "gpu": (0.25,), "cpu": (0.25,)}
 
 Kept = tuple[frozenset[int] | None, ...]  # what each block keeps; None: as written
 
-Splits = tuple[tuple[int, Split], ...]  # (block, how the trips of its scan differ)
+Splits = tuple[tuple[int, tuple[Trips, ...]], ...]  # (block, the trips of its scan, where they differ)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Level:
       kept: ``kept[b]``: what block b keeps, None for as written.
       offloaded: what of it is kept in the host's memory, and state, both as an argument and as the result that it becomes.
       remade: what of that between blocks is made again too, and how deep (``reruns.py``).
-      splits: (block, how the trips of its scan differ) (``rewrite/split.py``).
+      splits: (block, the trips of its scan, where they differ) (``rewrite/split.py``); ``kept`` is what the first of them keep.
       threshold: seconds per byte that it stands for, see the head of the file.
     """
 
@@ -291,9 +291,9 @@ class Remat:
     def _partly(self, level: Level) -> frozenset[int]:
         """What some parts of a scan keep and others do not."""
         found: set[int] = set()
-        for b, split in level.splits:
-            block = self.blocks[b]
-            kept = [{*(block.residuals if part.kept is None else part.kept)} for part in split.parts(block.count, level.kept[b])]
+        for b, parts in level.splits:
+            whole = self.blocks[b].residuals
+            kept = [{*(whole if held is None else held)} for part in parts for *_, held in part.leaves()]
             found |= set.union(*kept) - set.intersection(*kept)
         return frozenset(found)
 
@@ -317,9 +317,10 @@ class Remat:
 
         for b in {*chosen, *splits}:
             block = self.blocks[b]
-            for part in splits.get(b, Split()).parts(block.count, chosen.get(b)):
-                run(closure(block, part.kept)[0] if part.kept is not None else (), part.count, block.count)
-                run((n for node in block.forward for n in with_bodies(node)), part.count * len(part.segments), block.count)
+            for part in splits.get(b, (Trips(block.count, chosen.get(b)),)):
+                for count, depth, kept in part.leaves():
+                    run(closure(block, kept)[0] if kept is not None else (), count, block.count)
+                    run((n for node in block.forward for n in with_bodies(node)), count * depth, block.count)
         for rerun in find_reruns(self.blocks, chosen, level.remade):
             run(everything_in(rerun))
         return extra

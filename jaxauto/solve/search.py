@@ -45,7 +45,8 @@ from jaxauto.solve.tighten import TOLERANCE, least_bytes, priced_room
 _BISECTIONS = 3
 _RAISES = 8
 _LEAN = 8  # rounds in search of the least memory
-_SPARING, _MUCH = 1.5, 0.9  # times what fits, times its seconds: answers from which less memory is sought by mixing blocks
+_SPARING = 1.5  # times what fits: answers from which less memory is sought by mixing blocks
+_FASTER, _MUCH = 0.98, 0.9  # times the seconds of what fits, and of an answer from which it is sought already: no others
 _BESIDE = 3  # so many of them
 _PRICES = (0.1, 1.0)  # of all memory that the step as written takes, in its seconds: shardings that take less of it
 MU = (1.0, 0.5, 0.0)  # weights of compute against prefetching that the dual tries
@@ -127,15 +128,15 @@ class Search:
         return found
 
     def _sparing(self, seen: Sequence[Candidate], best: Candidate | None, fits: float) -> list[Candidate]:
-        """Answers of somewhat more than ``fits`` bytes, each much faster than those of less: the leanest may be slow beyond measure."""
+        """Answers of somewhat more than ``fits`` bytes, each much faster than those before: the leanest may be slow beyond measure."""
         if self.mesh.num_devices == 1 or (best is not None and not self.remat.quick):
             return []
         front: list[Candidate] = []
-        slowest = math.inf if best is None else best.seconds
+        slowest = math.inf if best is None else _FASTER * best.seconds
         for candidate in sorted(seen, key=lambda c: c.peak_bytes):
-            if candidate.peak_bytes <= _SPARING * fits and candidate.seconds < _MUCH * slowest:
+            if candidate.peak_bytes <= _SPARING * fits and candidate.seconds < slowest:
                 front.append(candidate)
-                slowest = candidate.seconds
+                slowest = _MUCH * candidate.seconds
         return front[:_BESIDE]
 
     def closer(self, found: Found, budget_bytes: float) -> None:
@@ -351,7 +352,7 @@ class Search:
         found.fitting += [c for c in nearer(self.remat, found.fitting, self.mixer.keeping) if c.peak_bytes <= budget_bytes]
         found.best = min([found.best, *found.fitting], key=lambda c: c.seconds)
         starts = [found.best]
-        if found.best.variant.level.splits:  # a swap changes the head of a scan that is cut, not the rest
+        if found.best.variant.level.splits:  # a swap changes what trips keep that are as the first ones, not the rest
             alike = [c for c in found.fitting if not c.variant.level.splits]
             starts += sorted(alike, key=lambda c: c.seconds)[:1]
         for start in starts:

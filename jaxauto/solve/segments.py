@@ -1,60 +1,64 @@
 """What a scan costs when its trips differ (``rewrite/split.py``): options of the chain's dynamic programme (``chain.py``).
 
-A scan is cut into parts, in the order of the forward pass: part i has n_i trips, in segments of m_i1, these in segments of m_i2, and so on
-d_i deep. A trip of it keeps R_i bytes and makes T_i again in a_i seconds (with what stacking R_i takes); carries are c bytes (none where
-a first part of one segment begins with arguments), a trip's forward pass takes f seconds:
+A scan is cut into parts, in the order of the forward pass, and what runs again into parts in its turn (``core.Trips``). Trips that do not
+run again keep R bytes each, make the rest again in a seconds (with what stacking R takes), and T bytes are alive while one goes backward;
+carries are c bytes (none where a first part of one segment begins with arguments), a trip's forward pass takes f seconds. Of parts i with
+n_i trips, in k_i segments where they run again:
 
-    between the passes        K = Σ n_i·R_i,  or Σ n_i/m_i1 · c where d_i > 0
-    while part i runs back    K_i + (m_i1/m_i2 + m_i2/m_i3 + ...)·c + m_id·R_i + T_i        K_i: of the parts up to i; R_i where d_i > 0
-    seconds                   Σ n_i·(a_i + d_i·f)
+    kept for the backward pass    K_i = n_i·R,  or k_i·c
+    while part i runs back        Σ_{j≤i} K_j + T,  or + what its segment takes, cut as that is; T, forward again: 2·c and the cotangent
+    seconds                       Σ n_i·a,  or + n_i·f + k_i · those of its segment
 
-Cuts that are worked out, for all pairs of what the levels keep, all at once; of these what nothing beats in bytes and seconds is offered:
-- two parts, without segments: each trip is run again by itself, or some are not at all
-- equal segments, one or two deep, and a part that is not run again at the end
-- up to ``_PARTS`` parts of one segment each, shorter each time by what the carries between them take, and such a part at the end
-- up to ``_MOST_PARTS`` of these where fewer do not fit, of which the first may be cut into segments once more
+Cuts that are worked out; of these what nothing beats in bytes and seconds is offered:
+- two parts that do not run again, and keep unalike, for all pairs of what the levels keep
+- equal segments, one or two deep, and a part that is not run again at the end, for all such pairs: few loops
+- by Rotor's recurrence (``rotor.py``) parts of one segment each, that are cut so as they run again: fewest forward passes for any memory
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jaxauto.blocks import Block, closure
-from jaxauto.core import Split, Trips
+from jaxauto.core import Trips
 from jaxauto.cost.compute import traffic_seconds
 from jaxauto.cost.stacks import PASSES
 from jaxauto.rewrite.split import own_stacks
+from jaxauto.solve import rotor
 from jaxauto.solve.chain import Option
 from jaxauto.solve.remat import Remat
 
 _STEP = 0.02  # of the bytes: options nearer than that are one
 _LONG = 256  # trips: of longer scans parts are multiples of an even share of them
-_PARTS, _MOST_PARTS = 3, 8  # each is two or three loops more to compile
-_NOTABLY = 0.9  # of the bytes of fewer parts: what more of them are for
+_UNITS, _ROOMS = 128, 512  # of trips and of memory that Rotor's recurrence is solved in
+_EACH = 0.02  # forward passes of a trip: a part more is worth that
+_MOST_PARTS = 32  # each is two or three loops more to compile
 _DEEP, _MOST = 16, 4_000  # of cuts two deep: the longest inner segment, and the most segments in one; how many are worked out
 
 
 @dataclass(frozen=True)
 class Keep:
-    """What an option of a block stands for."""
+    """What an option of a block stands for. ``parts``: of a scan whose trips differ; ``kept`` is what the first of them keep."""
 
     kept: frozenset[int] | None
     offloaded: frozenset[int] = frozenset()
-    split: Split | None = None
+    parts: tuple[Trips, ...] = ()
 
 
 @dataclass(frozen=True)
 class Trip:
-    """One trip of a scan that keeps ``kept``: R, T and a of the head of the file."""
+    """One trip of a scan that keeps ``kept``: R, T and a of the head of the file; ``after``: T of trips that run again."""
 
     kept: frozenset[int] | None
     held: float
     again: float
     seconds: float
+    after: float
 
 
 @dataclass(frozen=True)
@@ -67,12 +71,22 @@ class Costs:
 
 
 class ScanOptions:
-    """The scan of a block, for one sharding; ``pieces``: value → in how many pieces it lies on the mesh."""
+    """The scan of a block, for one sharding.
 
-    def __init__(self, remat: Remat, block: Block, pieces: Callable[[int], float]):
+    ``pieces``: value → in how many pieces it lies on the mesh. ``inside``: what trips keep → what is in memory while one goes backward,
+    (value, from, to) in steps of the program; where that is not known it is all that is made again.
+    """
+
+    def __init__(
+        self,
+        remat: Remat,
+        block: Block,
+        pieces: Callable[[int], float],
+        inside: Mapping[frozenset[int] | None, Sequence[tuple[int, int, int]]] | None = None,
+    ):
         assert block.scan is not None
-        self.remat, self.block, self.pieces = remat, block, pieces
-        forward = block.scan[0]
+        self.remat, self.block, self.pieces, self.inside = remat, block, pieces, inside or {}
+        forward, backward = block.scan
         stacked = dict(zip(forward.outputs, forward.bodies[0].outputs, strict=True))
         self.always = {stacked[y] for y in own_stacks(*block.scan, block.graph)} - {*block.residuals}  # carries mostly
         self.carry_bytes = sum(map(self.bytes_of, block.carries))
@@ -80,6 +94,8 @@ class ScanOptions:
         begin = dict(zip(forward.bodies[0].inputs[first:last], forward.inputs[first:last], strict=True))
         made = (x for v in block.carries if isinstance(x := begin.get(v, v), int) and block.graph.values[x].producer is not None)
         self.begin_bytes = sum(map(self.bytes_of, made))  # arguments are there anyway
+        cotangents = backward.bodies[0].inputs[backward.num_consts : backward.num_consts + backward.num_carry]
+        self.cotangent_bytes = sum(map(self.bytes_of, cotangents))
         self.forward_seconds = sum(map(self.seconds_of, block.forward))
 
     def bytes_of(self, number: int) -> float:
@@ -98,17 +114,43 @@ class ScanOptions:
         """``away``: values in the host's memory."""
         nodes, reads = closure(self.block, kept) if kept is not None else ((), ())
         held = {*(self.block.residuals if kept is None else kept), *self.always, *(v for v in reads if v in self.block.carries)} - away
-        made = sum(self.bytes_of(v) for v in self.block.residuals if v not in held)
-        there = sum(map(self.bytes_of, held))
-        return Trip(kept, there, made, sum(map(self.seconds_of, nodes)) + self.moved(there))
+        made = self._most_of(self.inside.get(kept) or [(v, 0, 0) for v in self.block.residuals if v not in held])
+        there, forward_again = sum(map(self.bytes_of, held)), 2 * self.carry_bytes + self.cotangent_bytes
+        return Trip(kept, there, made, sum(map(self.seconds_of, nodes)) + self.moved(there), max(made, forward_again))
 
-    def option(self, kept: frozenset[int] | None, split: Split | None = None, away: frozenset[int] = frozenset()) -> Option:
-        """What the scan costs with one split, or none; ``kept``: of its head."""
-        parts = (split or Split()).parts(self.block.count, kept)
-        count, deep = np.array([[part.count] for part in parts]), max(len(part.segments) for part in parts)
-        segments = np.array([[[*part.segments, *[0] * (deep - len(part.segments))]] for part in parts]).reshape(len(parts), 1, deep)
-        costs = self.costs(count, segments.transpose(2, 0, 1), [self.trip(part.kept, away) for part in parts])
-        return Option(float(costs.kept[0]), float(costs.peak[0]), float(costs.seconds[0]), Keep(kept, split=split))
+    def _most_of(self, values: Sequence[tuple[int, int, int]]) -> float:
+        """Bytes at the most; each value is there from one step to another."""
+        begin, end = ({at: 0.0 for _, *both in values for at in (both[0], both[1] + 1)} for _ in range(2))
+        for v, start, last in values:
+            begin[start] += self.bytes_of(v)
+            end[last + 1] += self.bytes_of(v)
+        return max(itertools.accumulate(begin[at] - end[at] for at in sorted(begin)), default=0.0)
+
+    def option(self, kept: frozenset[int] | None, parts: tuple[Trips, ...] = (), away: frozenset[int] = frozenset()) -> Option:
+        """What the scan costs cut into ``parts``, or whole with ``kept`` kept."""
+        held, most, seconds = self._run(parts or (Trips(self.block.count, kept),), functools.cache(lambda kept: self.trip(kept, away)))
+        return Option(held, most - held, seconds, Keep(kept, parts=parts))
+
+    def _run(
+        self, parts: Sequence[Trips], trip: Callable[[frozenset[int] | None], Trip], begin: float | None = None
+    ) -> tuple[float, float, float]:
+        """Of parts that follow each other: bytes kept for the backward pass, bytes at the most, seconds; see the head of this file.
+
+        ``begin``: bytes of the carries that a first part of one segment begins with; None: of the scan.
+        """
+        held = most = seconds = 0.0
+        for k, part in enumerate(parts):
+            segments = part.count // part.length
+            if part.inside:
+                starts = (self.begin_bytes if begin is None else begin) if k == 0 and segments == 1 else segments * self.carry_bytes
+                _, during, again = self._run(part.inside, trip, 0.0)
+                held, seconds = held + starts, seconds + part.count * self.forward_seconds + segments * again
+            else:
+                alone = trip(part.kept)
+                during = alone.again if begin is None else alone.after
+                held, seconds = held + part.count * alone.held, seconds + part.count * alone.seconds
+            most = max(most, held + during)
+        return held, most, seconds
 
     def costs(self, count: np.ndarray, segments: np.ndarray, trips: Sequence[Trip]) -> Costs:
         """Of cuts into parts.
@@ -117,8 +159,8 @@ class ScanOptions:
           count: ``[parts, cuts]``; parts of no trips are none. segments: ``[depth, parts, cuts]``; 0 where it is not as deep.
           trips: one of each part.
         """
-        held, again, seconds = (np.array([[getattr(trip, name)] for trip in trips]) for name in ("held", "again", "seconds"))
-        kept, during, whole = count * held, again * (count > 0), count.astype(float)
+        held, again, seconds, after = (np.array([[getattr(t, name)] for t in trips]) for name in ("held", "again", "seconds", "after"))
+        kept, during, whole = count * held, np.where(segments[0] > 0, after, again) * (count > 0), count.astype(float)
         for depth, length in enumerate(segments):
             cut = length > 0
             starts = np.where(cut, whole / np.maximum(length, 1), 0.0) * self.carry_bytes
@@ -144,42 +186,61 @@ class ScanOptions:
         trips = [self.trip(kept) for kept in dict.fromkeys(ways)]
         trips = [replace(trip, seconds=trip.seconds + (beyond or {}).get(trip.kept, 0.0)) for trip in trips]
         pairs = [(head, tail) for head in trips for tail in trips]
-        tables = [t for head, tail in pairs for t in self._tables(head, tail, self._few(head, tail), alone=tail is trips[0])]
-        least, lean = min((t.least for t in tables if len(t.segments) == 1), default=0.0), min(trips, key=lambda trip: trip.held)
-        many = [t for tail in trips for t in self._tables(lean, tail, self._many(lean), alone=tail is trips[0])]
-        tables += [t.below(least * _NOTABLY) for t in many if t.least < least * _NOTABLY]
-        if not tables:
-            return []
-        kept, peak, seconds = (np.concatenate([getattr(t.costs, name) for t in tables]) for name in ("kept", "peak", "seconds"))
-        ends = np.cumsum([table.count.shape[1] for table in tables])
+        groups: list[_Table | _Trees] = [t for head, tail in pairs for t in self._tables(head, tail, alone=tail is trips[0])]
+        groups.append(self._trees(trips))
+        kept, peak, seconds = (np.concatenate([getattr(g.costs, name) for g in groups]) for name in ("kept", "peak", "seconds"))
+        ends = np.cumsum([len(g.costs.kept) for g in groups])
         found: list[Option] = []
-        for k in np.union1d(_front(kept + peak, seconds), _front(kept, seconds)).tolist():
-            table = tables[number := int(np.searchsorted(ends, k, side="right"))]
-            at = k - int(ends[number]) + table.count.shape[1]
-            found.append(Option(float(kept[k]), float(peak[k]), float(seconds[k]), table.keep(at)))
+        for k in np.union1d(_front(kept + peak, seconds), _front(kept, seconds)).tolist() if len(kept) else ():
+            group = groups[number := int(np.searchsorted(ends, k, side="right"))]
+            what = group.keep(k - int(ends[number]) + len(group.costs.kept))
+            found.append(Option(float(kept[k]), float(peak[k]), float(seconds[k]), what))
         return found
 
-    def _few(self, head: Trip, tail: Trip) -> list[Cuts]:
-        n = self.block.count
-        shorter = (_shorter(n, parts, self._less(head)) for parts in range(1, _PARTS + 1))
-        return [*([_pairs(n)] if head is not tail else []), _equal(n), _deeper(n), *shorter]
-
-    def _many(self, head: Trip) -> Iterator[Cuts]:
-        n, less = self.block.count, self._less(head)
-        yield from (_shorter(n, parts, less) for parts in range(_PARTS + 1, _MOST_PARTS + 1))
-        if less:
-            yield from (_mixed(n, parts, deep, less) for parts in range(2, _MOST_PARTS + 1) for deep in range(1, parts))
-
-    def _less(self, head: Trip) -> float:
-        return self.carry_bytes / head.held if head.held else 0.0
-
-    def _tables(self, head: Trip, tail: Trip, cuts: Iterable[Cuts], *, alone: bool) -> Iterator[_Table]:
+    def _tables(self, head: Trip, tail: Trip, *, alone: bool) -> Iterator[_Table]:
         """What cuts cost whose last part keeps what ``tail`` does; ``alone``: and those that have no such part."""
-        for count, segments in cuts:
+        n = self.block.count
+        for count, segments in (*([_pairs(n)] if head is not tail else []), _equal(n), _deeper(n)):
             which = np.nonzero((count[0] > 0) & ((count[-1] > 0) | alone))[0]
             count, segments = count[:, which], segments[:, :, which]
             if len(which):
                 yield _Table(head, tail, count, segments, self.costs(count, segments, [head] * (len(count) - 1) + [tail]))
+
+    def _trees(self, trips: Sequence[Trip]) -> _Trees:
+        """Rotor's optima, and all of each run again, with nothing kept but what the scan begins with."""
+        known, best = {trip.kept: trip for trip in trips}, list(self._optima(trips))
+        found = [*(parts for parts in best if len(parts) > 1), *((Trips(self.block.count, inside=parts),) for parts in best)]
+        costs = np.array([self._run(parts, known.__getitem__) for parts in found]).reshape(-1, 3).T
+        return _Trees(found, Costs(costs[0], costs[1] - costs[0], costs[2]))
+
+    def _optima(self, trips: Sequence[Trip]) -> Iterator[tuple[Trips, ...]]:
+        """For less memory each time."""
+        unit = -(-self.block.count // _UNITS)
+        count = np.arange(-(-self.block.count // unit) + 1) * unit
+        lean = min(trips, key=lambda trip: trip.held)
+        room = max(self.block.count * lean.held + lean.after, 1.0)  # in more than that nothing need run twice
+        step = max(room / _ROOMS, self.carry_bytes / max(self.carry_bytes * _ROOMS // room, 1.0))
+        memory, carry = np.arange(1, int(np.ceil(room / step)) + 1) * step, int(np.ceil(self.carry_bytes / step - 1e-9))
+        once = np.array([[_fitting(trip, turn, count, memory) for trip in trips] for turn in ("again", "after")])
+        forward = self.forward_seconds
+        cuts = rotor.cut(*once.min(axis=1), unit * forward, _EACH * forward, carry, least=-(-2 // unit))
+
+        def named(part: rotor.Part, run: int = 0) -> Trips:
+            inside = tuple(named(p, 1) for p in part.inside)
+            kept = None if inside else trips[once[run, :, part.trips, part.memory].argmin()].kept
+            return Trips(part.trips * unit, kept, inside)
+
+        fitting = np.nonzero(np.isfinite(cuts.seconds))[0]
+        for at in fitting[_front(memory[fitting], cuts.seconds[fitting])].tolist():
+            *before, end = map(named, cuts.parts(at))
+            if sum(1 for p in (*before, end) for _ in p.leaves()) <= _MOST_PARTS:
+                yield (*before, replace(end, count=end.count + self.block.count - int(count[-1])))
+
+
+def _fitting(trip: Trip, turn: str, count: np.ndarray, memory: np.ndarray) -> np.ndarray:
+    """Seconds of so many trips that keep what ``trip`` does, in so many bytes: ``[counts, memory]``; infinite where they do not fit."""
+    fits = count[:, None] * trip.held + getattr(trip, turn) <= memory * (1 + 1e-9)
+    return np.where(fits, count[:, None] * trip.seconds, np.inf)
 
 
 @dataclass(frozen=True)
@@ -192,24 +253,30 @@ class _Table:
     segments: np.ndarray
     costs: Costs
 
-    @property
-    def least(self) -> float:
-        """Bytes."""
-        return float((self.costs.kept + self.costs.peak).min())
-
-    def below(self, bytes_: float) -> _Table:
-        """Those of fewer bytes."""
-        which = np.nonzero(self.costs.kept + self.costs.peak < bytes_)[0]
-        costs = Costs(self.costs.kept[which], self.costs.peak[which], self.costs.seconds[which])
-        return replace(self, count=self.count[:, which], segments=self.segments[:, :, which], costs=costs)
-
     def keep(self, at: int) -> Keep:
         """What one of them stands for."""
         lengths = [tuple(m for m in part if m) for part in self.segments[:, :, at].T.tolist()]
-        (_, first), *rest = zip(self.count[:, at].tolist(), lengths, strict=True)
-        keeps = [self.head.kept] * (len(rest) - 1) + [self.tail.kept]
-        parts = tuple(Trips(count, segments, kept) for (count, segments), kept in zip(rest, keeps, strict=True) if count)
-        return Keep(self.head.kept, split=Split(first, parts))
+        keeps = [self.head.kept] * (len(lengths) - 1) + [self.tail.kept]
+        cuts = zip(self.count[:, at].tolist(), lengths, keeps, strict=True)
+        return Keep(self.head.kept, parts=tuple(_nested(count, segments, kept) for count, segments, kept in cuts if count))
+
+
+def _nested(count: int, lengths: Sequence[int], kept: frozenset[int] | None) -> Trips:
+    """Trips in segments of the first length, these in segments of the second, and so on."""
+    return Trips(count, inside=(_nested(lengths[0], lengths[1:], kept),)) if lengths else Trips(count, kept)
+
+
+@dataclass(frozen=True)
+class _Trees:
+    """Parts one by one and what they cost."""
+
+    parts: list[tuple[Trips, ...]]
+    costs: Costs
+
+    def keep(self, at: int) -> Keep:
+        """What one of them stands for."""
+        (_, _, first), *_ = self.parts[at][0].leaves()
+        return Keep(first, parts=self.parts[at])
 
 
 Cuts = tuple[np.ndarray, np.ndarray]  # as ``ScanOptions.costs`` has them; the last part does not run again, and may have no trips
@@ -241,34 +308,6 @@ def _deeper(n: int) -> Cuts:
     count, outer, inner = np.array(sorted(c for c in cuts if c[1] < c[0] or c[0] < n) or [(0, 0, 0)])[:: max(1, len(cuts) // _MOST)].T
     none = np.zeros_like(count)
     return np.stack([count, n - count]), np.stack([np.stack([outer, none]), np.stack([inner, none])])
-
-
-def _shorter(n: int, parts: int, less: float) -> Cuts:
-    """So many parts of one segment each, every one shorter by ``less`` trips than the one before, as even as that allows."""
-    tail = _steps(n)
-    longest = np.ceil((n - tail + less * parts * (parts - 1) / 2) / parts).astype(int)
-    lengths: list[np.ndarray] = []
-    for k in range(parts):
-        left = n - tail - sum(lengths, np.zeros_like(tail))
-        lengths.append(left if k == parts - 1 else np.minimum(longest - round(k * less), left - 2 * (parts - 1 - k)))
-    count = np.stack([*lengths, tail])
-    count = count[:, (count[:-1] > 1).all(axis=0)]
-    return count, np.stack([*count[:-1], np.zeros_like(count[-1])])[None]
-
-
-def _mixed(n: int, parts: int, deep: int, less: float) -> Cuts:
-    """So many parts of one segment, by how many trips the longest may keep; the first ``deep`` are cut into about equal segments."""
-    room = _steps(n)[1:] - less * np.arange(parts + 1)[:, None]
-    count = np.maximum(np.floor(room), 0).astype(int)
-    inner, left = np.maximum(count[:deep] // 2, 2), n - count[deep:].sum(axis=0)
-    for k in range(deep):
-        pieces = np.minimum(np.floor((room[k] - inner[k]) / less), -(-left // inner[k])).astype(int)
-        count[k], left = inner[k] * pieces, left - inner[k] * pieces
-    count[-1] += left  # what the last segments have too many
-    whole = (left <= 0) & (count[-1] >= 0) & (count[:deep] > inner).all(axis=0) & (count[deep:-1] > 1).all(axis=0)
-    once = np.concatenate([count[:-1], np.zeros_like(count[-1:])])
-    twice = np.concatenate([inner, np.zeros_like(count[deep:])])
-    return count[:, whole], np.stack([once, twice])[:, :, whole]
 
 
 def _front(bytes_: np.ndarray, seconds: np.ndarray) -> np.ndarray:

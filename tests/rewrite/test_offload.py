@@ -87,12 +87,12 @@ def deep(layers: int, batch: int = 64, width: int = 128):
 
 def test_a_plan_that_offloads_fits_where_recomputing_does_not():
     step, args = deep(16)
-    options = {"mesh": {"data": 8}, "target": "v5e:2x4", "certify": False, "memory_budget": "20MiB"}
+    options = {"mesh": {"data": 8}, "target": "v5e:2x4", "certify": False, "memory_budget": "14MiB"}
     with pytest.raises(jaxauto.InfeasibleError):
         jaxauto.plan(step, *args, **options)
     plan = jaxauto.plan(step, *args, **options, remat="offload")
     sent = [d for d in plan.remat if d.action == "offloaded"]
-    assert sent and plan.estimate.peak_memory <= 20 * 2**20
+    assert sent and plan.estimate.peak_memory <= 14 * 2**20
     assert {(d.shape, d.bytes_) for d in sent} == {((16, 65536, 128), 16 * 65536 * 128 * 4 / 8)}, "the inputs of all layers, an eighth each"
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from zoo import STEPS
 
 from jaxauto.blocks import find_blocks
-from jaxauto.core import Split, Trips
+from jaxauto.core import Trips
 from jaxauto.graph import walk
 from jaxauto.rewrite.evaluate import evaluator, jaxpr_of
 from jaxauto.rewrite.recompute import recompute
@@ -73,31 +73,29 @@ CASES = {
 }
 
 
-def splits(trips, made, seed):
-    """One that is as written, segments, one segment, parts of each kind, in random order and keeping something else each."""
-    rng = random.Random(seed)
-    parts, left = [], trips
+def some_parts(trips, made, rng, depth=0):
+    """As written, segments, one segment, cut into alike and unlike parts again, in random order and keeping something else each."""
+    found, left = [], trips
     while left:
         count = rng.randint(1, left)
-        segments, length = [], count
-        while rng.random() < 0.6 and (shorter := [m for m in range(1, length + (not segments)) if length % m == 0]):
-            length = rng.choice(shorter)
-            segments.append(length)
-        kept = rng.choice([None, frozenset(), frozenset(v for v in made if rng.random() < 0.4)])
-        parts.append(Trips(count, tuple(segments), kept))
+        if depth < 3 and rng.random() < 0.6:
+            length = rng.choice([m for m in range(1, count + 1) if count % m == 0])
+            found.append(Trips(count, inside=some_parts(length, made, rng, depth + 1)))
+        else:
+            found.append(Trips(count, rng.choice([None, frozenset(), frozenset(v for v in made if rng.random() < 0.4)])))
         left -= count
-    first, *rest = parts
-    return Split(first.segments, tuple(rest)), first.kept
+    return tuple(found)
+
+
+def again(count, length, *kept):
+    """Trips that run again in segments."""
+    return Trips(count, inside=(Trips(length, *kept),))
 
 
 def split_program(graph, seed):
-    blocks = find_blocks(graph)
-    kept, chosen = {}, {}
-    for number, block in enumerate(blocks):
-        if can_split(blocks, number):
-            chosen[number], keep = splits(block.count, block.made, seed)
-            kept |= {number: keep} if keep is not None else {}
-    return recompute(graph, kept, splits=chosen), chosen
+    blocks, rng = find_blocks(graph), random.Random(seed)
+    chosen = {n: some_parts(block.count, block.made, rng) for n, block in enumerate(blocks) if can_split(blocks, n)}
+    return recompute(graph, {}, splits=chosen), chosen
 
 
 def assert_alike(expected, actual, exactly=False):
@@ -130,8 +128,9 @@ def test_bit_for_bit_without_fusion(name):
     """Operation by operation a layer that runs again makes what it made."""
     step, args = CASES[name]()
     graph, leaves = graph_of(step, args), jax.tree.leaves(args)
-    split = Split((2,), (Trips(3, (3,), frozenset()), Trips(3)))
-    result = recompute(graph, {0: frozenset()}, splits={0: split}).graph
+    keep = frozenset()
+    parts = again(4, 2, keep), Trips(5, inside=(again(3, 3, keep), Trips(2))), Trips(3)
+    result = recompute(graph, {}, splits={0: parts}).graph
     with jax.disable_jit():
         assert_alike(evaluator(graph)(*leaves), evaluator(result)(*leaves), exactly=True)
 
@@ -140,7 +139,7 @@ def test_what_lies_between_the_passes():
     """Of 12 trips: 3 segments of 2, one of 2, and 4 that keep all; the stacks of the loops in the order that they run."""
     step, args = layers()
     graph = graph_of(step, args)
-    result = recompute(graph, {}, splits={0: Split((2,), (Trips(2, (2,)), Trips(4)))}).graph
+    result = recompute(graph, {}, splits={0: (again(6, 2), again(2, 2), Trips(4))}).graph
     loops = [node for node in result.nodes if node.prim == "scan"]
     stacked = [{result.values[y].shape[0] for y in node.outputs[node.num_carry :] if result.values[y].shape} for node in loops]
     assert stacked == [{3}, set(), {4}, {LENGTH}, set(), set()]
@@ -153,7 +152,7 @@ def test_weights_are_not_cut_and_gradients_are_written_in_place():
     """A compiled split makes no second stack of the weights' size, whatever the parts."""
     step, args = layers()
     graph = graph_of(step, args)
-    result = recompute(graph, {0: frozenset()}, splits={0: Split((2,), (Trips(2, (2,), frozenset()), Trips(4, (), frozenset())))}).graph
+    result = recompute(graph, {}, splits={0: (again(6, 2, frozenset()), again(2, 2, frozenset()), Trips(4, frozenset()))}).graph
     whole = [node for node in walk(result) for out in node.outputs if result.values[out].shape == (LENGTH, 8, 8) and not node.bodies]
     assert {node.prim for node in whole} == {"broadcast_in_dim", "sub", "mul"}  # the zeros, and the update
     assert not [node for node in walk(result) if node.prim in ("slice", "dynamic_slice", "concatenate", "dynamic_update_slice")]
@@ -162,10 +161,11 @@ def test_weights_are_not_cut_and_gradients_are_written_in_place():
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        (Split((5,)), "12 trips in segments of 5"),
-        (Split((), (Trips(12),)), "0 trips"),
-        (Split((), (Trips(3, (2,)),)), "3 trips in segments of 2"),
-        (Split((4, 4)), "12 trips in segments of 4 and 4"),
+        ((again(12, 5),), "12 trips in segments of 5"),
+        ((Trips(11),), "11 trips together"),
+        ((Trips(0), Trips(12)), "0 trips"),
+        ((Trips(9), again(3, 2)), "3 trips in segments of 2"),
+        ((Trips(12, inside=(again(6, 4),)),), "6 trips in segments of 4"),
     ],
 )
 def test_splits_that_cannot_be(split, message):
@@ -190,11 +190,11 @@ def test_what_shows_does_not_run_again():
 def test_a_straight_block_cannot_be_split():
     graph = graph_of(*STEPS["transformer_loop"]())
     with pytest.raises(ValueError, match="block 0 cannot be split: it is no scan"):
-        recompute(graph, {}, splits={0: Split()})
+        recompute(graph, {}, splits={0: (Trips(1),)})
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("split", [Split((), (Trips(3, (), frozenset()),)), Split((4,), (Trips(4, (), frozenset()),))])
+@pytest.mark.parametrize("split", [(Trips(9), Trips(3, frozenset())), (again(8, 4), Trips(4, frozenset()))])
 def test_what_lies_between_split_scans_runs_again(split, depth):
     """Two recurrent layers: what the second one reads is made again where the backward pass of a split scan has just ended."""
 
