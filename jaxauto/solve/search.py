@@ -100,7 +100,7 @@ class Search:
         least: dict[bool, Candidate] = {}  # the leanest of those with something in the host's memory, and of the others
         fitting: list[Candidate] = []
         seen: list[Candidate] = []
-        room = lambda: budget_bytes / min(c.peak_bytes for c in least.values()) if least else 1.0  # noqa: E731
+        room = lambda: budget_bytes / least[False].peak_bytes if False in least else 1.0  # noqa: E731
         for number, level in enumerate(self._offered(fitting, levels, room)):
             if least and number < len(levels) - 1 and self.out_of_time():
                 continue  # nothing fits yet: what time is left over for is the level that keeps least
@@ -208,18 +208,19 @@ class Search:
         return candidate
 
     def _offered(self, fitting: Sequence[Candidate], levels: list[Level], room: Callable[[], float]) -> Iterator[Level]:
-        """``levels``, then those with state in the host's memory; where nothing has come to fit, those nested in them. They are added.
+        """``levels``, then those with state in the host's memory; where nothing on the device fits, those nested in them. They are added.
 
-        ``room``: the budget for each byte of the leanest answer so far.
+        ``room``: the budget for each byte of the leanest answer on the device so far.
         """
         yield from levels
         away = self.away(levels, min((c.seconds for c in fitting), default=math.inf))
         levels += away
         yield from away
-        for level in self.nested(levels, room()) if not fitting else ():
+        here = lambda: any(not c.variant.offloaded for c in fitting)  # noqa: E731
+        for level in self.nested(levels, room()) if not here() else ():
             levels.append(level)
             yield level
-            if fitting:  # what makes more again takes longer
+            if here():  # what makes more again takes longer
                 return
 
     def nested(self, levels: Sequence[Level], room: float = 1.0) -> Iterator[Level]:

@@ -2,7 +2,7 @@
 
 A threshold on seconds per byte (``remat.py``) names few of all sets that can be kept, and the programme over blocks (``chain.py``) adds up
 seconds and bytes of each block by itself: it cannot see that the head of a model runs while nothing else is at the peak. Here the T and
-the peak of the whole step decide. Blocks of equal form that keep alike change together.
+the peak of the whole step decide. Blocks of equal form that keep alike change together. Blocks left as written again are tried first.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def swapped(
       pieces: value → in how many pieces it lies on the mesh.
     """
     walk = _Walk(remat, best, make, budget_bytes, devices, over, pieces)
-    while walk.single() or walk.pair():
+    while walk.as_written() or walk.single() or walk.pair():
         pass
     return walk.best
 
@@ -86,7 +86,31 @@ class _Walk:
         self.waited = 0  # answers that were no better, since one was
         self.least = _LEAST * best.seconds * devices
         self.slower: set[int] = set()  # values whose swap does not pay
+        self.written: set[Kept] = set()  # what was looked at with blocks as written
         self.large: dict[int, float] = {}  # values whose swap pays but has no room: bytes over the budget
+
+    def as_written(self) -> bool:
+        """Whether nothing run again of some blocks was better."""
+        kept = self.best.variant.kept
+        for members in _alike(self.remat, kept):
+            whole = tuple(None if b in members else keep for b, keep in enumerate(kept))
+            if whole == kept or whole in self.written:
+                continue
+            self.written.add(whole)
+            if self.few and self.best.peak_bytes + _SURE * self._dropped(members) > self.budget:
+                continue
+            candidate = self._look(whole)
+            if candidate is None:
+                return False
+            if candidate.peak_bytes <= self.budget and candidate.seconds < self.best.seconds * (1 - TOLERANCE):
+                return self._take(candidate)
+        return False
+
+    def _dropped(self, members: list[int]) -> float:
+        """Bytes of one device that some blocks would keep as written, and do not."""
+        kept, blocks = self.best.variant.kept, self.remat.blocks
+        values = ((v, blocks[b].count) for b in members for v in {*blocks[b].residuals} - _held(blocks[b], kept[b]))
+        return sum(self.remat.graph.values[v].nbytes * count / self.pieces(v) for v, count in values)
 
     def single(self) -> bool:
         """Whether one swap was better."""
@@ -97,7 +121,7 @@ class _Walk:
             if self.few and self.best.peak_bytes + _SURE * added > self.budget:  # not made to see it
                 self.large[swap.value] = self.best.peak_bytes + added - self.budget
                 continue
-            candidate = self._look(swap)
+            candidate = self._look(swap.kept)
             if candidate is None:
                 return False
             if candidate.seconds >= self.best.seconds * (1 - TOLERANCE):
@@ -115,7 +139,7 @@ class _Walk:
             most = self.large[swap.value]
             room = [s for s in swaps(self.remat, swap.kept, self.best.variant.offloaded) if s.freed >= most and s.value != swap.value]
             for other in room[:_PAIRED]:
-                candidate = self._look(other)
+                candidate = self._look(other.kept)
                 if candidate is None:
                     return False
                 if candidate.peak_bytes <= self.budget and candidate.seconds < self.best.seconds * (1 - TOLERANCE):
@@ -126,11 +150,11 @@ class _Walk:
         variant = self.best.variant
         return [s for s in swaps(self.remat, variant.kept, variant.offloaded) if s.gain >= self.least]
 
-    def _look(self, swap: Swap) -> Candidate | None:
+    def _look(self, kept: Kept) -> Candidate | None:
         if self.tries == 0 or self.waited == _PATIENCE or self.over():
             return None
         self.tries, self.waited = self.tries - 1, self.waited + 1
-        return self.make(swap.kept)
+        return self.make(kept)
 
     def _take(self, candidate: Candidate) -> bool:
         if candidate.peak_bytes < self.best.peak_bytes:

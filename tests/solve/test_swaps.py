@@ -142,6 +142,16 @@ def test_the_search_is_as_fast_as_the_best_of_all_sets(name):
         assert found is not None and found.seconds <= answer.seconds * (1 + 1e-9)
 
 
+def test_blocks_are_as_written_again_where_that_is_faster():
+    """At the least memory the head keeps nothing either, though nothing else is at the peak while it runs."""
+    search, remat, free = searched()
+    base = search.mixer.keeping(free.best, remat.levels()[-1].kept, frozenset())
+    make = lambda kept: search.mixer.keeping(base, kept, frozenset())  # noqa: E731
+    found = swapped(remat, base, make, base.peak_bytes, 1, lambda: False)
+    assert None not in base.variant.kept and None in found.variant.kept
+    assert found.seconds < base.seconds and found.peak_bytes <= base.peak_bytes
+
+
 def test_without_time_nothing_is_tried():
     _, remat, found = searched()
     assert swapped(remat, found.best, lambda kept: 1 / 0, math.inf, 1, lambda: True) is found.best
