@@ -114,7 +114,8 @@ class ScanOptions:
         """``away``: values in the host's memory."""
         nodes, reads = closure(self.block, kept) if kept is not None else ((), ())
         held = {*(self.block.residuals if kept is None else kept), *self.always, *(v for v in reads if v in self.block.carries)} - away
-        made = self._most_of(self.inside.get(kept) or [(v, 0, 0) for v in self.block.residuals if v not in held])
+        inside = self.inside.get(kept) if not away else None  # what comes from the host is there with the rest
+        made = self._most_of(inside or [(v, 0, 0) for v in self.block.residuals if v not in held])
         there, forward_again = sum(map(self.bytes_of, held)), 2 * self.carry_bytes + self.cotangent_bytes
         return Trip(kept, there, made, sum(map(self.seconds_of, nodes)) + self.moved(there), max(made, forward_again))
 
@@ -183,6 +184,8 @@ class ScanOptions:
           ways: what its parts may keep.
           beyond: seconds that a trip takes beyond what is told here, of each way.
         """
+        if self.block.count < 2:
+            return []
         trips = [self.trip(kept) for kept in dict.fromkeys(ways)]
         trips = [replace(trip, seconds=trip.seconds + (beyond or {}).get(trip.kept, 0.0)) for trip in trips]
         pairs = [(head, tail) for head in trips for tail in trips]
@@ -191,7 +194,7 @@ class ScanOptions:
         kept, peak, seconds = (np.concatenate([getattr(g.costs, name) for g in groups]) for name in ("kept", "peak", "seconds"))
         ends = np.cumsum([len(g.costs.kept) for g in groups])
         found: list[Option] = []
-        for k in np.union1d(_front(kept + peak, seconds), _front(kept, seconds)).tolist() if len(kept) else ():
+        for k in np.union1d(_front(kept + peak, seconds), _front(kept, seconds)).tolist():
             group = groups[number := int(np.searchsorted(ends, k, side="right"))]
             what = group.keep(k - int(ends[number]) + len(group.costs.kept))
             found.append(Option(float(kept[k]), float(peak[k]), float(seconds[k]), what))
