@@ -388,6 +388,13 @@ class _Fusion:
             turned[link.target], self.copied[link.target] = self.clock, link.source
         return turned
 
+    def copy_out(self, number: int, sliced: set[int]) -> None:
+        """XLA:GPU copies a slice of a stack out for the operations that read it, and it is there from the first of them to the last."""
+        readers = [self.position.get(user.id) for user in self.values[number].users if self.kind(user) in OPERATIONS]
+        if self.kernels and number in sliced and (at := [p for p in readers if p is not None]):
+            self.start[number], self.last[number] = min(at), max(at)
+            self.reads.pop(number, None)
+
     def is_operand(self, number: int) -> bool:
         """Whether operations, and nothing else, read a value."""
         users = self.values[number].users
@@ -399,6 +406,7 @@ class _Fusion:
         begin = self.loop_start[node.id] = self.clock
         stacked = {link.target: link.source for link in node.links if link.kind is LinkKind.YS}
         shared = {link.target for link in node.links if link.kind in (LinkKind.CONST, LinkKind.XS)}
+        sliced = {link.target for link in node.links if link.kind is LinkKind.XS}
         self.enter(node, begin)
         turned = self.turn_stacks(node)
         made = {link.target for link in node.links if link.kind is LinkKind.CONST and link.source in self.virtual}  # in each trip
@@ -424,6 +432,7 @@ class _Fusion:
                     self.reads.pop(number, None)
                 elif number in shared:
                     self.start.pop(number, None)
+                    self.copy_out(number, sliced)
                 else:
                     self.last.setdefault(number, begin + 1)
         if self.kernels:

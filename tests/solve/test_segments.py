@@ -79,7 +79,7 @@ def leveled(level, number, parts):
 
 @pytest.mark.parametrize("target", ["v5p:1x1x1", "h100:1"])
 def test_memory_is_as_told(target):
-    """Of splits at random, to the byte: what the rest of the step takes is the same for all."""
+    """Of splits at random, to one slice of the weights: what the rest of the step takes is the same for all."""
     remat, number, trips = prepared(*chain(), target)
     level, ways = remat.levels()[-1], [*trips.inside]
     off = []
@@ -87,7 +87,7 @@ def test_memory_is_as_told(target):
         buffers = remat.variant(leveled(level, number, parts)).buffers
         option = trips.option(None, parts)
         off.append(live_bytes(buffers, buffers.bytes_).max() - option.kept_bytes - option.peak_bytes)
-    assert len(ways) > 2 and max(off) - min(off) <= 1e-6 * ROWS * WIDTH
+    assert len(ways) > 2 and max(off) - min(off) <= 2 * WIDTH * WIDTH
 
 
 def test_what_one_trip_alone_keeps_is_in_memory_for_none():
