@@ -101,17 +101,18 @@ class Mixer:
         """For each block what it costs under each level, with the shardings of ``base``; see ``mixtures``."""
         pieces = self.pieces(base)
         link = self.search.chip.host_bandwidth if waiting else None
-        whole = {n: m.problem.seconds(base.x) for n in (base.level, *range(len(levels))) if (m := self._model_of(n, base.x)) is not None}
+        models = ((n, self._model_of(n, levels[n], base.x)) for n in (base.level, *range(len(levels))))
+        whole = {n: model.problem.seconds(base.x) for n, model in models if model is not None}
         return choices(self.search.remat, levels, pieces, link, splitting=splitting, whole=whole)
 
     def pieces(self, base: Candidate) -> Callable[[int], float]:
         """Value → in how many pieces it lies on the mesh, sharded as ``base`` is."""
         return functools.cache(lambda number: float(shards(base.model.position(base.x, number)[None], self.search.mesh.sizes)[0]))
 
-    def _model_of(self, level: int, x: np.ndarray) -> Model | None:
-        """Of a level that was looked at, if it has the decisions of ``x``."""
-        model = self.search.models.get(level)
-        return model if model is not None and len(model.problem.sizes) == len(x) else None
+    def _model_of(self, number: int, level: Level, x: np.ndarray) -> Model | None:
+        """Of a level that was looked at under this number, if it has the decisions of ``x``."""
+        model = self.search.models.get(number)
+        return model if model is not None and model.variant.level == level and len(model.problem.sizes) == len(x) else None
 
     def leaner(self, leanest: Candidate, levels: list[Level], budget_bytes: float) -> Candidate:
         """Blocks mixed for less memory: where one keeps what it can, what makes that again need not live while it goes backward.

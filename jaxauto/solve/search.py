@@ -54,6 +54,7 @@ _BASES = 12  # answers from which blocks are mixed
 _MIXED = -1  # the number of the level whose blocks keep unalike
 _PATIENCE = 2  # mixtures of blocks that are no better, before less room is given up
 _CLOSER, _AROUND = 3, 24  # times that levels between are looked at, and how many of them
+_FAR = 1.4  # times the seconds of the best answer: farther behind than what keeping all instead of nothing gains
 BEHIND = 1.03  # times the seconds of an answer on another mesh: where more work does not catch up
 _DESCENTS = 3  # each with the peak of the one before as a further row
 
@@ -144,7 +145,8 @@ class Search:
         if found.best is None:
             return
         started = time.monotonic()
-        for start in least_of_each(found.fitting, lambda c: replace(c.variant.level, kept=())):
+        starts = least_of_each(found.fitting, lambda c: replace(c.variant.level, kept=()))
+        for start in (c for c in starts if c.seconds <= _FAR * found.best.seconds):
             found.fitting += self._between(start, self.levels, budget_bytes)
         found.best = min(found.fitting, key=lambda c: c.seconds)
         self._mix(found, self._bases(found)[:1], 1, budget_bytes)
@@ -335,10 +337,12 @@ class Search:
     def _mix(self, found: Found, bases: Sequence[Candidate], patience: int, budget_bytes: float) -> None:
         """Blocks that keep unalike, sharded as ``bases``: see ``fastest_of_first``."""
         assert found.best is not None
-        waits = (False, True) if any(level.offloaded for level in self.levels) else (False,)
-        for base, waiting, splitting in itertools.product(bases, waits, self.mixer.splitting(self.levels)):
+        away = any(level.offloaded for level in self.levels)
+        ways = ((True, False), (False, False), (False, True)) if away else ((False, False),)  # with nothing in the host's memory first
+        for base, (here, waiting), splitting in itertools.product(bases, ways, self.mixer.splitting(self.levels)):
             worth = math.inf if self.remat.quick else found.best.seconds
-            mixtures = self.mixer.mixtures(base, self.levels, budget_bytes, waiting=waiting, splitting=splitting, faster_than=worth)
+            levels = [self.levels[base.level] if here and level.offloaded else level for level in self.levels]
+            mixtures = self.mixer.mixtures(base, levels, budget_bytes, waiting=waiting, splitting=splitting, faster_than=worth)
             mixtures = _noted(mixtures, found.fitting)
             if not self.remat.quick:
                 mixtures = itertools.chain([base], mixtures)  # one that is no better than that is one in vain
@@ -376,7 +380,9 @@ class Search:
         """Answers to let blocks differ in: the best one; where rewriting is quick of other levels too, and sharded as without pressure."""
         written = self.written or self.answers[0][:1]
         which = lambda c: next((k for k, x in enumerate(written) if np.array_equal(c.x, x)), None)  # noqa: E731
-        whole = [c for c in found.fitting if c.variant.level == self.levels[c.level]]
+        assert found.best is not None
+        far = _FAR * found.best.seconds
+        whole = [c for c in found.fitting if c.variant.level == self.levels[c.level] and c.seconds <= far]
         best = least_of_each(whole, lambda c: (c.level, which(c)))
         return best[: _BASES if self.remat.quick else 1]
 
