@@ -10,8 +10,10 @@ Writes results/policies.json as it goes, keeps what is there, and writes results
 
 from __future__ import annotations
 
+import datetime
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,9 +37,9 @@ def run(name: str, target: str, found: dict[str, Any], save: Callable[[], None])
             row["policy"] = tried(lambda p=policy: as_written(name, target, p))
             print(f"{name} @ {target} | {policy} | {told(row['policy'])}", flush=True)
         if "planned" not in row and "bytes" in row["policy"]:
-            row["planned"] = planned(
-                name, target, row["policy"]["bytes"], certify=True, remat="offload" if policy in OFFLOADING else "auto"
-            )
+            remat = "offload" if policy in OFFLOADING else "auto"
+            row["planned"] = planned(name, target, row["policy"]["bytes"], certify=True, remat=remat)
+            row["planned"]["on"] = datetime.date.today().isoformat()
             print(f"{name} @ {target} | {policy}, planned | {told(row['planned'])}", flush=True)
         save()
 
@@ -81,6 +83,8 @@ def head(found: dict[str, Any]) -> list[str]:
     complete = {key for key, rows in found.items() if all("planned" in rows["policies"].get(p, {}) for p in POLICIES)}
     absent = [f"{name} @ {target}" for target in targets for name in CASES if f"{name} @ {target}" not in complete]
     lines += ["- Not run, or not all of it: " + ("; ".join(absent) or "nothing") + "."]
+    dates = Counter(row["planned"].get("on", "before 2026-11-27") for _, _, row, _ in every if "planned" in row)
+    lines += ["- Planned " + "; ".join(f"{count} {'' if on[0] == 'b' else 'on '}{on}" for on, count in sorted(dates.items())) + "."]
     lines += ["- SSM and LSTM name no block outputs: there that policy is `nothing_saveable`. Sizes of the models: budget.md.", ""]
     return lines
 
