@@ -83,8 +83,8 @@ def head(found: dict[str, Any]) -> list[str]:
     complete = {key for key, rows in found.items() if all("planned" in rows["policies"].get(p, {}) for p in POLICIES)}
     absent = [f"{name} @ {target}" for target in targets for name in CASES if f"{name} @ {target}" not in complete]
     lines += ["- Not run, or not all of it: " + ("; ".join(absent) or "nothing") + "."]
-    dates = Counter(row["planned"].get("on", "before 2026-11-27") for _, _, row, _ in every if "planned" in row)
-    lines += ["- Planned " + "; ".join(f"{count} {'' if on[0] == 'b' else 'on '}{on}" for on, count in sorted(dates.items())) + "."]
+    dates = Counter(row["planned"].get("on", "earlier") for _, _, row, _ in every if "planned" in row)
+    lines += ["- Planned: " + "; ".join(f"{on} {count}" for on, count in sorted(dates.items())) + "."]
     lines += ["- SSM and LSTM name no block outputs: there that policy is `nothing_saveable`. Sizes of the models: budget.md.", ""]
     return lines
 

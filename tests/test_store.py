@@ -145,6 +145,12 @@ class TestFilesThatAreNoPlans:
         del data[key]
         assert f"is a damaged plan (KeyError: '{key}')" in self.refused(tmp_path, json.dumps(data))
 
+    def test_a_split_in_the_form_of_version_1(self, saved, tmp_path):
+        with open(saved) as file:
+            data = json.load(file)
+        data["decisions"]["splits"] = [{"block": 0, "segments": [2], "rest": []}]
+        assert "splits a loop in the form of version 1" in self.refused(tmp_path, json.dumps(data | {"version": 1}))
+
 
 class TestBind:
     def test_a_bound_plan_runs_and_gives_the_same_numbers(self, plan, saved):

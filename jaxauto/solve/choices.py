@@ -131,8 +131,9 @@ def while_backward(remat: Remat, level: Level, block: Block) -> list[tuple[int, 
     found = (body for node in walk(variant.rewritten.graph) if node.id == block.scan[1].id for body in node.bodies)
     ids = [x for body in found for x in (*body.inputs, *(y for node in walk(body) for y in node.outputs))]
     b = variant.buffers
-    there = np.isin(b.ids, ids) & (b.bytes_ > 0) & (b.end >= b.start) & np.isin(variant.origin, list(remat.graph.values))
-    return list(zip(*(each[there].tolist() for each in (variant.origin, b.start, b.end)), strict=True))
+    there = np.isin(b.ids, ids) & (b.bytes_ > 0) & (b.end >= b.start)
+    steps = zip(*(each[there].tolist() for each in (variant.origin, b.start, b.end)), strict=True)
+    return [(value, start, end) for value, start, end in steps if value in remat.graph.values]
 
 
 def _held(
