@@ -5,7 +5,8 @@ are so small (KiB to MiB) that a chip's figures for them say little; these for C
 tensor-parallel (arguments pinned through ``constraints``), and the solver's own. Rematerialisation: off, full (5 % over the least memory
 that a plan can have), chosen (half way between). Each plan is compiled ahead of time, certified by nothing, and compared: memory, flops,
 collectives, seconds by the roofline of the compiled schedule. To stay within hours each sharding is compiled under one of the three
-settings, in turn from model to model; one device under all. Writes results/accuracy.json as it goes and results/accuracy.md.
+settings, in turn from model to model, one device under all; with --every each sharding under all three. Writes results/accuracy.json as
+it goes and results/accuracy.md.
 """
 
 from __future__ import annotations
@@ -73,14 +74,15 @@ def models(group: str, devices: int) -> dict[str, Callable[[], tuple[Callable, t
     return {name: lambda d=d: (d.step, d.args) for name, d in drawn.items()}
 
 
-def rows_of(group: str) -> Iterator[tuple[str, str, str]]:
-    """(model, sharding, setting) of a group."""
+def rows_of(group: str, every: bool) -> Iterator[tuple[str, str, str]]:
+    """(model, sharding, setting) of a group; each sharding under every setting, or under one of them."""
     for k, model in enumerate(models(group, 1)):
-        if group != "random":
-            yield from ((model, "one device", setting) for setting in SETTINGS)
+        if group == "random":
+            yield model, "solver", "off"
+            continue
+        yield from ((model, "one device", setting) for setting in SETTINGS)
         for j, sharding in enumerate(MESHES):
-            if group != "random" or sharding == "solver":
-                yield model, sharding, SETTINGS[(k + j) % 3] if group != "random" else "off"
+            yield from ((model, sharding, setting) for setting in (SETTINGS if every else [SETTINGS[(k + j) % 3]]))
 
 
 # ---------------------------------------------------------------------------------------------------------- hand-written
@@ -312,6 +314,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default="cpu,h100,v5e,v5p")
     parser.add_argument("--groups", default="published,generated")
+    parser.add_argument("--every", action="store_true", help="each sharding under every setting")
     parser.add_argument("--only", default="", help="rows whose key holds this")
     parser.add_argument("--renew", action="store_true", help="measure again what is there already")
     parser.add_argument("--keep", type=Path, help="a folder for compiled programs: the same program is compiled once")
@@ -321,7 +324,7 @@ def main() -> None:
     found: dict[str, dict] = json.loads(options.out.read_text()) if options.out.exists() else {}
     for chip in options.targets.split(","):
         for group in options.groups.split(","):
-            for model, sharding, setting in rows_of(group):
+            for model, sharding, setting in rows_of(group, options.every):
                 key = " | ".join((group, model, sharding, setting, chip))
                 if options.only not in key or (key in found and not options.renew):
                     continue
