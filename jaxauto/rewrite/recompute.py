@@ -5,8 +5,9 @@ straight program they are made at their first use in the backward pass. In a pai
 backward scan gets what the recomputation reads, and its body begins with it.
 
 In a straight program what is read goes through one ``optimization_barrier`` together with a cotangent: the recomputation then depends on
-the backward pass, so no compiler merges it with the original or moves it up. Masks and other spread constants stay out of the barrier:
-what passes through it is written to memory, and these need not be. Loops need none: two bodies are never merged, and a slice that passed
+the backward pass, so no compiler merges it with the original or moves it up. What is kept is read there by the rest of the backward pass
+too: else a compiler could make it again from what is not kept. Masks and other spread constants stay out of the barrier: what passes
+through it is written to memory, and these need not be. Loops need none: two bodies are never merged, and a slice that passed
 a barrier would be copied out of its stack first (``jax.checkpoint(prevent_cse=False)`` is for the same case).
 
 Of what lies between blocks some can be made again too (see ``reruns``), in the same way, before the first recomputation, or deeper rerun,
@@ -95,12 +96,13 @@ class _Straight:
 
 @dataclass(frozen=True)
 class _Recomputation:
-    """One block of a straight program, or one rerun: what is made again, where."""
+    """One block of a straight program, or one rerun: what is made again, where; ``saved``: what it reads that the block made and keeps."""
 
     phase: int
     nodes: tuple[Node, ...]
     reads: tuple[int, ...]
     dropped: frozenset[int]
+    saved: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def _rewrite_straight(program: Program, chosen: _Straight) -> None:
         uses = [k for v in dropped for k in readers.get(v, ()) if phase[graph.nodes[k].id] > block.phase]
         reads = tuple(v for v in reads if not is_spread(original.values, v))
         if uses:
-            starts.setdefault(min(uses), []).append(_Recomputation(block.phase, nodes, reads, dropped))
+            starts.setdefault(min(uses), []).append(_Recomputation(block.phase, nodes, reads, dropped, kept & {*reads}))
     for rerun in chosen.reruns:
         work = _rerun(program, rerun, readers, phase)
         uses = [k for v in work.dropped for k in readers.get(v, ()) if phase[graph.nodes[k].id] > rerun.phase]
@@ -171,7 +173,7 @@ def _made_again(program: Program, work: _Recomputation, cotangent: int | None, n
         names[cotangent] = (through[tie], work.phase)
     passed = {v: through[now] for v, now in reads.items()}
     copies = program.again(work.nodes, passed)
-    names.update({v: (passed[v], work.phase) for v in work.dropped})
+    names.update({v: (passed[v], work.phase) for v in (*work.dropped, *work.saved)})
     return [barrier, *copies]
 
 

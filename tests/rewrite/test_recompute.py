@@ -292,6 +292,21 @@ def test_kept_values_need_not_be_residuals():
     assert count(without) == count(with_scores) + len(scores)
 
 
+def test_what_is_kept_is_read_where_it_passed_the_barrier():
+    """Read as it was made, a compiler could make it again there from what was not kept: XLA:GPU kept scores beside their exp."""
+    args = (DENSE, ROWS)
+    graph = graph_of(loop_step(lambda x, w: x + jax.nn.softmax(jnp.tanh(x @ w["a"])) @ w["b"]), args)
+    blocks = find_blocks(graph)
+    exps = {n: frozenset({next(node for node in b.forward if node.prim == "exp").outputs[0]}) for n, b in enumerate(blocks[:-1])}
+    result = recompute(graph, exps).graph
+    passing = {x: node for node in result.nodes if node.prim == "optimization_barrier" for x in node.inputs}
+    order = {node.id: k for k, node in enumerate(result.nodes)}
+    for (kept,) in exps.values():
+        late = [u for u in result.values[kept].users if order[u.id] > order[passing[kept].id]]
+        through = passing[kept].outputs[passing[kept].inputs.index(kept)]
+        assert not late and any(u.prim == "mul" for u in result.values[through].users)
+
+
 def test_masks_do_not_pass_the_barrier():
     """A triangle of (64, 64) made of iotas is made again where it is read, not written to memory because a barrier holds it."""
 
