@@ -256,7 +256,7 @@ class _Fusion:
                 self.unwritten.add(number)
             if kind is Kind.SCATTER or node.prim == "dynamic_update_slice":
                 self.writers.append((self.clock, number, self.roots(operands[0]) if operands else roots))
-            elif not (writes or moved or self.rounded or (self.kernels and self.kernels.writes_beside(value))):
+            elif not (writes or moved or (self.kernels and self.kernels.writes_beside(value))):
                 self.writers.append((self.clock, number, roots))
         else:
             self.virtual[number] = roots
@@ -283,9 +283,13 @@ class _Fusion:
                 self.start[x] = self.last[x] = self.clock
 
     def is_layout(self, node: Node) -> bool:
-        """Whether a transposition moves nothing: on GPU that of a dot's result, which is written so."""
+        """Whether a transposition moves nothing: that of a dot's result, which is written so; on CPU into a dot too, on TPU any."""
+        if node.prim != "transpose":
+            return False
         made = self.values[x].producer if isinstance(x := node.inputs[0], int) else None
-        return node.prim == "transpose" and (self.kernels is None or (made is not None and self.kind(made) is Kind.DOT))
+        if made is not None and self.kind(made) is Kind.DOT:
+            return True
+        return self.kernels is None and (not self.rounded or all(self.kind(u) is Kind.DOT for u in self.values[node.outputs[0]].users))
 
     def is_read(self, value: Value, user: Node, roots: frozenset[int]) -> bool:
         """Whether ``user`` wants the value in memory: a loop makes a constant again that is much smaller before it is broadcast."""

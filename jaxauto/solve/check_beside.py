@@ -95,7 +95,10 @@ def _of_results(answer: Answer) -> Iterator[tuple[int, int, float]]:
             whole = answer.bytes_of(o.value) / answer.pieces(here)
             if ring := answer.windowed(op, o) if model.mesh.windows else None:
                 yield at, at, ring[1]
-            elif any(there[a] != WHOLE for a in answer.partial(op, o)) and whole > least:
+            elif (partial := answer.partial(op, o)) and not model.mesh.scatters:
+                cut = tuple(there[a] if a in partial else d for a, d in enumerate(here))
+                yield at, at, whole + (any(there[a] != WHOLE for a in partial) and whole - answer.bytes_of(o.value) / answer.pieces(cut))
+            elif any(there[a] != WHOLE for a in partial) and whole > least:
                 yield at, at, whole
             begin = _filled(answer, node, at)
             if begin < at:

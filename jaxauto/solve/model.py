@@ -39,7 +39,7 @@ from jaxauto.solve.facts import narrowing, read_together, spatial_dims
 from jaxauto.solve.fold import Key
 from jaxauto.solve.loops import accumulated, combined, hidden_seconds, shadows
 from jaxauto.solve.onchip import place_on_chip
-from jaxauto.solve.positions import edge_layout, reduced_factors, unscattered
+from jaxauto.solve.positions import edge_layout, reduced_factors, unsummed
 from jaxauto.solve.problem import MemoryRow, Problem
 from jaxauto.solve.remat import Variant
 from jaxauto.solve.turns import add_turns, updating
@@ -333,7 +333,7 @@ class Model:
         scattered, longer, copied, made = windowed(op, o, self.values, self.states[v], target, partial, self.mesh, self.chip, inside)
         source = project(self.states[v], factors)
         tables = passage_tables(source, target, bytes_, self.mesh, partial, scattered, together)
-        alone = unscattered(source, target, partial, bytes_, self.mesh.sizes)
+        alone = unsummed(source, target, partial, bytes_, self.mesh)
         copied = copied + np.where(scattered | (bool(self.mesh.windows) & (alone <= capacity(self.chip))), 0.0, alone)
         if trips > 1:  # what is summed whole and stays where it is, is summed after the loop
             tables[:, (source[:, None] == target).all(-1)] /= trips

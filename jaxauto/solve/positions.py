@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxauto.core import MeshAxes
 from jaxauto.groups import WHOLE, Operand, Operation
 from jaxauto.strategies import project, shards
 
@@ -14,11 +15,18 @@ def moved_share(here: np.ndarray, there: np.ndarray, axis_sizes: tuple[int, ...]
     return moves / shards(there, axis_sizes)
 
 
-def unscattered(here: np.ndarray, there: np.ndarray, partial: np.ndarray, bytes_: float, axis_sizes: tuple[int, ...]) -> np.ndarray:
-    """Bytes of a sum of partial results before it is scattered, where it is: ``float [a, b]``. What is summed whole is summed in place."""
-    pieces = shards(here, axis_sizes)[:, None]
+def unsummed(here: np.ndarray, there: np.ndarray, partial: np.ndarray, bytes_: float, mesh: MeshAxes) -> np.ndarray:
+    """Bytes of partial results beside their sum: ``float [a, b]``.
+
+    Of a sum that is scattered the whole of it; what is summed whole is summed in place. XLA:CPU does neither: there is what is summed,
+    the sum of it, and of that a piece is cut.
+    """
+    whole = bytes_ / shards(here, mesh.sizes)[:, None]
     scattered = (partial[:, None] & (there[None] != WHOLE)).any(-1)
-    return scattered * bytes_ / pieces
+    if mesh.scatters:
+        return scattered * whole
+    cut = scattered * (whole - bytes_ / shards(np.where(partial[:, None], there[None], here[:, None]), mesh.sizes))
+    return partial.any(-1)[:, None] * whole + cut
 
 
 def reduced_factors(op: Operation, result: Operand) -> list[int] | tuple[int, ...]:
