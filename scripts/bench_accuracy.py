@@ -74,7 +74,7 @@ def models(group: str, devices: int) -> dict[str, Callable[[], tuple[Callable, t
     return {name: lambda d=d: (d.step, d.args) for name, d in drawn.items()}
 
 
-def rows_of(group: str, every: bool) -> Iterator[tuple[str, str, str]]:
+def rows_of(group: str, *, every: bool) -> Iterator[tuple[str, str, str]]:
     """(model, sharding, setting) of a group; each sharding under every setting, or under one of them."""
     for k, model in enumerate(models(group, 1)):
         if group == "random":
@@ -324,7 +324,7 @@ def main() -> None:
     found: dict[str, dict] = json.loads(options.out.read_text()) if options.out.exists() else {}
     for chip in options.targets.split(","):
         for group in options.groups.split(","):
-            for model, sharding, setting in rows_of(group, options.every):
+            for model, sharding, setting in rows_of(group, every=options.every):
                 key = " | ".join((group, model, sharding, setting, chip))
                 if options.only not in key or (key in found and not options.renew):
                     continue

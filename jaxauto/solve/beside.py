@@ -15,6 +15,7 @@ from jaxauto.core import Graph, Kind, Node
 from jaxauto.cost.compute import factor_dims, operand_bytes
 from jaxauto.cost.halo import halos
 from jaxauto.cost.turning import turned
+from jaxauto.cost.windowed import is_view
 from jaxauto.graph import walk
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.brought import Way, shares_on_the_way, tiled
@@ -215,20 +216,53 @@ def _passed_bytes(
 def passed_edges(model: Model) -> list[tuple[Edge, int, int]]:
     """(edge into an equation, first and last position of what it reshards), each array once for a group and position.
 
-    What such an equation writes itself takes the place of what it reads. What the update gathers is there as it begins, until the step
-    ends: an update writes all that it makes of an array at once. One of a weight's arrays is on its way before (``updating``).
+    What such an equation writes itself takes the place of what it reads. A narrowed array that is fused is there up to the last operation
+    of its pass that reads it. What the update gathers is there as it begins, until the step ends: an update writes all that it makes of
+    an array at once. One of a weight's arrays is on its way before (``updating``).
     """
     b, begins, found, ahead = model.buffers, update_begins(model), {}, updating(model)
-    late, early = model.program.late_only, model.program.known_early
+    late, early, copies, readers = model.program.late_only, model.program.known_early, _copies(model), _readers(model)
     for e in model.groups.edges:
-        at = b.position.get(e.node) if model.var("group", e.source) != model.var("group", e.target) else None
-        if at is not None and not (e.result in b.stored and model.values[e.result].nbytes >= model.values[e.value].nbytes):
-            updates = e.result in late and not e.backward and (e.value in early or at >= begins)
-            gradient, early_on = ahead.get((e.node, e.operand), (-1, False))
-            begin = min(begins, b.position.get(gradient, begins)) if early_on else begins
-            first, last = (begin, b.length - 1) if updates else (at, at)
+        if e.node < 0 or model.var("group", e.source) == model.var("group", e.target):
+            continue
+        stays = e.result in b.stored and model.values[e.result].nbytes >= model.values[e.value].nbytes
+        updates = e.result in late and not e.backward
+        for node in copies.get(e.node, ()):
+            at = b.position.get(node.id)
+            if at is None or (stays and node.id == e.node):
+                continue
+            if updates and (e.value in early or at >= begins):
+                gradient, early_on = ahead.get((e.node, e.operand), (-1, False))
+                first, last = min(begins, b.position.get(gradient, begins)) if early_on else begins, b.length - 1
+            else:
+                first, last = at, max([at, *(readers.get(x, at) for x in node.outputs if e.node in model.narrowing)])
             found.setdefault((e.value, e.target, e.dims, last), (e, first, last))
     return list(found.values())
+
+
+def _copies(model: Model) -> dict[int, list[Node]]:
+    """Nodes that convert to a narrower type, as written → as often as the rewritten program has them; all others, themselves."""
+    rewritten, values = model.variant.rewritten, model.values
+    found: dict[int, list[Node]] = {}
+    for node in walk(rewritten.graph):
+        made = values[rewritten.origin.get(node.outputs[0], node.outputs[0])].producer if node.outputs else None
+        written = made.id if made is not None and made.id in model.narrowing else node.id
+        if written == node.id or node.prim == "convert_element_type":
+            found.setdefault(written, []).append(node)
+    return found
+
+
+def _readers(model: Model) -> dict[int, int]:
+    """Of what operations read as they run, and what that is a view of: the position of the last of them."""
+    rewritten, b, last = model.variant.rewritten, model.buffers, {}
+    for _, node in model.variant.operations:
+        todo = [*node.inputs] if node.id in b.position else []
+        while todo:
+            if isinstance(x := todo.pop(), int) and x not in b.stored:
+                last[x] = max(last.get(x, 0), b.position[node.id])
+                maker = rewritten.graph.values[x].producer
+                todo += [maker.inputs[0]] if maker is not None and is_view(model.groups, rewritten.origin.get(x, x)) else []
+    return last
 
 
 def shared_operands(model: Model) -> list[tuple[int, int, tuple[int, ...], int, int]]:

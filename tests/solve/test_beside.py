@@ -82,6 +82,30 @@ def test_a_sum_is_there_whole_before_it_is_scattered():
     assert beside(best).max() == pytest.approx(8 * MIB)
 
 
+def test_a_cpu_sums_partial_results_into_another_array():
+    """As compiled: a product that is summed over devices and the sum of it; the mask made of the sum takes its place."""
+
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.sum(jax.nn.relu(x @ w)))(w)
+
+    how = {"mesh": {"data": 4, "model": 2}, "donate_argnums": (), "remat": "off", "certify": False, "progress": False}
+    plan = jaxauto.plan(step, spec(136, 258), spec(1290, 136), target="cpu:8", **how)
+    (summed,) = plan.estimate.collectives
+    assert summed.kind == "all-reduce"
+    memory = {row.name: row for row in plan.verify().rows}["peak memory"]
+    assert memory.estimated == pytest.approx(memory.compiled, rel=0.02) and memory.compiled > 2 * summed.bytes_
+
+
+def test_a_weight_that_is_narrowed_as_it_is_gathered_is_there_for_its_dot():
+    def step(x, w):
+        return jnp.tanh(x @ w.astype(jnp.bfloat16))
+
+    best = best_of(step, (spec(8192, 1024, dtype=jnp.bfloat16), spec(1024, 8192)), "v5e:2x4", {"0": P("data"), "1": P("data")})
+    position = best.model.buffers.position
+    convert, dot, _ = (position[n.id] for n in best.variant.rewritten.graph.nodes)
+    assert beside(best)[[convert, dot]] == pytest.approx(16 * MIB)
+
+
 def test_zeros_that_the_backward_pass_scatters_into_are_there_from_its_begin():
     """The gradient of a table, on several devices."""
 
