@@ -68,6 +68,12 @@ def capacity(chip: Any) -> float:
     return max(0.0, chip.vmem_bytes - chip.scoped_bytes)
 
 
+def of_sums(chip: Any) -> float:
+    """Bytes that a sum of partial results may have to be on chip until it is scattered. Where devices have two cores none is (v5p: 16 of
+    16 that dots write in 40 programs are in HBM; others come on chip from there)."""
+    return capacity(chip) if chip.cores == 1 else 0.0
+
+
 def room(chip: Any) -> float:
     """Bytes of arrays that are on chip at once, at the most: a heap has gaps."""
     return _FILLED * capacity(chip)

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING
 
 from jaxauto.core import LinkKind, Node
-from jaxauto.cost.onchip import capacity
+from jaxauto.cost.onchip import capacity, of_sums
 from jaxauto.cost.widened import WIDE
 from jaxauto.cost.windowed import is_view
 from jaxauto.graph import walk
@@ -87,7 +87,7 @@ def _slices(answer: Answer) -> set[int]:
 def _of_results(answer: Answer) -> Iterator[tuple[int, int, float]]:
     """Sums before they are scattered, what windowed einsums copy, and what is filled with zeros long before it is scattered into."""
     model = answer.model
-    least = capacity(model.chip) if model.mesh.windows else 0.0
+    least = of_sums(model.chip) if model.mesh.windows else 0.0
     for op, node in model.variant.operations:
         at = model.buffers.position.get(node.id)
         for o in op.results if at is not None else ():

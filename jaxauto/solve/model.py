@@ -29,7 +29,7 @@ from jaxauto.cost.compute import factor_dims
 from jaxauto.cost.halo import SIDES, halo_collectives
 from jaxauto.cost.layout import minor_dims, padding
 from jaxauto.cost.liveness import live_bytes
-from jaxauto.cost.onchip import Near, capacity, in_hbm, room
+from jaxauto.cost.onchip import Near, in_hbm, of_sums, room
 from jaxauto.cost.reshard import passage_collectives, passage_tables
 from jaxauto.cost.windowed import made_inside, windowed
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
@@ -334,7 +334,7 @@ class Model:
         source = project(self.states[v], factors)
         tables = passage_tables(source, target, bytes_, self.mesh, partial, scattered, together)
         alone = unsummed(source, target, partial, bytes_, self.mesh)
-        copied = copied + np.where(scattered | (bool(self.mesh.windows) & (alone <= capacity(self.chip))), 0.0, alone)
+        copied = copied + np.where(scattered | (bool(self.mesh.windows) & (alone <= of_sums(self.chip))), 0.0, alone)
         if trips > 1:  # what is summed whole and stays where it is, is summed after the loop
             tables[:, (source[:, None] == target).all(-1)] /= trips
         return tables, longer, copied, made

@@ -96,6 +96,18 @@ def test_a_cpu_sums_partial_results_into_another_array():
     assert memory.estimated == pytest.approx(memory.compiled, rel=0.02) and memory.compiled > 2 * summed.bytes_
 
 
+@pytest.mark.parametrize(("target", "there"), [("v5p:2x2x2", True), ("v5e:2x4", False)])
+def test_with_two_cores_a_sum_is_in_hbm_before_it_is_scattered(target, there):
+    """2 MiB, of a dot that is too short for a windowed einsum."""
+
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w)))(w)
+
+    best = best_of(step, (spec(1024, 512), spec(2048, 1024)), target, {"0": P("data"), "1": P("data")})
+    dot = max(best.model.buffers.position[n.id] for n in best.variant.rewritten.graph.nodes if n.prim == "dot_general")
+    assert (beside(best)[dot] >= 2 * MIB) == there
+
+
 def test_a_weight_that_is_narrowed_as_it_is_gathered_is_there_for_its_dot():
     def step(x, w):
         return jnp.tanh(x @ w.astype(jnp.bfloat16))
