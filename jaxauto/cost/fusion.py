@@ -289,7 +289,8 @@ class _Fusion:
         made = self.values[x].producer if isinstance(x := node.inputs[0], int) else None
         if made is not None and self.kind(made) is Kind.DOT:
             return True
-        return self.kernels is None and (not self.rounded or all(self.kind(u) is Kind.DOT for u in self.values[node.outputs[0]].users))
+        users = self.values[node.outputs[0]].users
+        return self.kernels is None and (not self.rounded or (bool(users) and all(self.kind(u) is Kind.DOT for u in users)))
 
     def is_read(self, value: Value, user: Node, roots: frozenset[int]) -> bool:
         """Whether ``user`` wants the value in memory: a loop makes a constant again that is much smaller before it is broadcast."""

@@ -93,6 +93,17 @@ def test_a_cpu_holds_what_its_compiler_says(name):
     assert round(live.max() / wide) == round(compiled.temp_size_in_bytes / wide)
 
 
+def test_a_result_that_is_turned_is_beside_what_it_is_made_of_on_a_cpu():
+    def fn(x, wide):
+        return (2 * (x @ wide) + 1).T
+
+    args = array(64, 16), array(16, 512)
+    compiled = jax.jit(fn).lower(*args).compile().memory_analysis()
+    _, buffers = buffers_of(fn, *args, platform="cpu")
+    live = live_bytes(buffers, np.where(buffers.is_input, 0, buffers.bytes_))
+    assert live.max() == compiled.temp_size_in_bytes + compiled.output_size_in_bytes == 2 * 64 * 512 * 4
+
+
 @pytest.mark.parametrize(("passed", "bytes_"), [(True, 2), (False, 4)])
 def test_a_barrier_keeps_the_type_that_a_cpu_widens(passed, bytes_):
     def fn(x):
