@@ -12,9 +12,10 @@ it goes and results/accuracy.md.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import combinations
@@ -155,6 +156,7 @@ def measure(group: str, model: str, sharding: str, setting: str, chip: str) -> d
     found = plan.verify()
     return {
         "outcome": "compiled",
+        "on": datetime.date.today().isoformat(),
         "rows": {row.name: [row.estimated, row.compiled] for row in found.rows},
         "collectives": {row.name: [row.estimated, row.compiled, row.estimated_count, row.compiled_count] for row in found.collectives},
         "blocking": blocking_seconds(plan),
@@ -200,6 +202,7 @@ def summary(found: dict[str, dict]) -> str:
     """results/accuracy.md"""
     lines = ["# The estimate against compilers", "", f"Made by scripts/bench_accuracy.py; jax {jax.__version__}.", ""]
     lines += ["An error is (estimated - compiled) / compiled; medians and percentiles are of its size.", ""]
+    lines += ["Measured, by the code of that day:", *_days(found), ""]
     groups: dict[str, list[dict]] = defaultdict(list)
     for key, row in found.items():
         group, _, sharding, _, chip = key.split(" | ")
@@ -221,6 +224,12 @@ def summary(found: dict[str, dict]) -> str:
     lines += ["## Every plan", "", head, "|---|" + "---|" * 8]
     lines += [_line(key, row) for key, row in found.items()]
     return "\n".join(lines) + "\n"
+
+
+def _days(found: dict[str, dict]) -> Iterator[str]:
+    for chip in TARGETS:
+        days = Counter(row.get("on", "earlier") for key, row in found.items() if key.endswith(f"| {chip}"))
+        yield f"- {chip}: " + "; ".join(f"{day} {count}" for day, count in sorted(days.items()))
 
 
 def ranks(found: dict[str, dict]) -> list[str]:
