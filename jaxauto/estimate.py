@@ -72,14 +72,13 @@ def memory_by_kind(model: Model, x: np.ndarray) -> dict[str, float]:
     turn = _turn(model)
     kinds = dict.fromkeys(MEMORY_KINDS, 0.0)
     for k in np.nonzero(alive)[0]:
-        kinds[_kind(model, int(model.variant.origin[k]), is_input=bool(b.is_input[k]), crosses=bool(b.start[k] < turn <= b.end[k]))] += (
-            sizes[k]
-        )
+        number, early = int(model.variant.origin[k]), bool(b.start[k] < turn)
+        kinds[_kind(model, number, is_input=bool(b.is_input[k]), early=early, crosses=early and bool(turn <= b.end[k]))] += sizes[k]
     kinds["transients"] += float(live[at]) - float(sizes[alive].sum())
     return kinds
 
 
-def _kind(model: Model, number: int, *, is_input: bool, crosses: bool) -> str:
+def _kind(model: Model, number: int, *, is_input: bool, early: bool, crosses: bool) -> str:
     program = model.program
     if is_input:
         if number not in program.known_early:
@@ -87,7 +86,7 @@ def _kind(model: Model, number: int, *, is_input: bool, crosses: bool) -> str:
         return "optimizer state" if number in program.late_only else "parameters"
     if crosses:
         return "activations kept"
-    return "gradients and updates" if number in program.late_only else "transients"
+    return "gradients and updates" if number in program.late_only and not early else "transients"  # early: of a loss
 
 
 def _turn(model: Model) -> int:
