@@ -216,16 +216,14 @@ def recurrent(params, tokens, labels):
 
 
 def test_near_the_least_memory_a_leanest_sharding_that_is_slow_is_not_the_only_one_mixed():
-    """A recurrence whose matrix is gathered anew each trip takes least, and half as long again as its scan in parts."""
+    """Where the leanest sharding alone is mixed, a plan at 4 % over the least memory is a tenth slower than one at 7 %."""
     vocabulary, width, trips, rows = 8192, 256, 64, 64
     weights = struct(vocabulary, width), struct(width, width), struct(width, vocabulary)
     args = (weights, *(struct(trips, rows, dtype=jnp.int32),) * 2)
-    plan = functools.partial(
-        jaxauto.plan, recurrent, *args, target="v5p:2x2x2", mesh={"data": 4, "model": 2}, certify=False, progress=False
-    )
+    plan = functools.partial(jaxauto.plan, recurrent, *args, target="h100:8", mesh={"data": 4, "model": 2}, certify=False, progress=False)
     with pytest.raises(jaxauto.InfeasibleError) as refused:
         plan(memory_budget=1.5)
-    some, more = (plan(memory_budget=share * refused.value.least_bytes) for share in (1.05, 1.07))
+    some, more = (plan(memory_budget=share * refused.value.least_bytes) for share in (1.04, 1.07))
     assert some.estimate.step_time < 1.05 * more.estimate.step_time
 
 
