@@ -27,7 +27,8 @@ TPU_ENVIRONMENT = MappingProxyType(
 # What a plan is compiled with, beside the compiler's defaults. TPU: all-gathers of weights run beside matmuls; by default v5p waits for
 # them (scripts/results/overlap.md). The flags are those of public training recipes (MaxText). CPU: in the default order, made for many
 # threads, what is recomputed is made as early as what was kept, so that nothing is saved outside of loops; and the fusions of its library
-# want what they read in memory, in float32: time for memory (scripts/results/cpu_library.md).
+# want what they read in memory, in float32: time for memory (scripts/results/cpu_library.md). GPU: of dots that read one array only small
+# ones become one; otherwise a plan that keeps one of them keeps all (scripts/results/merged_dots.md).
 COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "tpu": MappingProxyType(
@@ -39,7 +40,7 @@ COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "xla_enable_async_all_gather": "true",
             }
         ),
-        "gpu": MappingProxyType({}),
+        "gpu": MappingProxyType({"xla_gpu_dot_merger_threshold_mb": "8"}),
         "cpu": MappingProxyType(
             {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED", "xla_cpu_experimental_ynn_fusion_type": ""}
         ),
