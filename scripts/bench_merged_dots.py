@@ -32,7 +32,7 @@ PLANS = [("one device", "full"), ("tensor", "chosen"), ("solver", "off"), ("solv
 def measure(model: str, sharding: str, setting: str) -> tuple[float, list[tuple[float, float]]]:
     """(bytes told, (bytes, seconds) as compiled for each threshold) of one plan."""
     plan = bench_accuracy.plan_of("generated", model, sharding, setting, "h100")
-    known, found = dict(plan.compiler_options), []
+    known, found = {name: value for name, value in plan.compiler_options.items() if name != FLAG}, []
     for threshold in THRESHOLDS.values():
         plan.__dict__["compiler_options"] = known | ({} if threshold is None else {FLAG: threshold})
         compiled = compile_ahead(plan, 900)
