@@ -72,21 +72,22 @@ def memory_by_kind(model: Model, x: np.ndarray) -> dict[str, float]:
     turn = _turn(model)
     kinds = dict.fromkeys(MEMORY_KINDS, 0.0)
     for k in np.nonzero(alive)[0]:
-        number, early = int(model.variant.origin[k]), bool(b.start[k] < turn)
-        kinds[_kind(model, number, is_input=bool(b.is_input[k]), early=early, crosses=early and bool(turn <= b.end[k]))] += sizes[k]
+        number, early, late = int(model.variant.origin[k]), bool(b.start[k] < turn), bool(turn <= b.end[k])
+        kinds[_kind(model, number, is_input=bool(b.is_input[k]), early=early, late=late)] += sizes[k]
     kinds["transients"] += float(live[at]) - float(sizes[alive].sum())
     return kinds
 
 
-def _kind(model: Model, number: int, *, is_input: bool, early: bool, crosses: bool) -> str:
+def _kind(model: Model, number: int, *, is_input: bool, early: bool, late: bool) -> str:
+    """``early``: made before the backward pass; ``late``: read in it or after."""
     program = model.program
     if is_input:
         if number not in program.known_early:
             return "batch and other inputs"
         return "optimizer state" if number in program.late_only else "parameters"
-    if crosses:
-        return "activations kept"
-    return "gradients and updates" if number in program.late_only and not early else "transients"  # early: of a loss
+    if early:
+        return "activations kept" if late else "transients"
+    return "gradients and updates" if number in program.late_only else "transients"
 
 
 def _turn(model: Model) -> int:
