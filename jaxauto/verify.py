@@ -301,7 +301,11 @@ def hlo_collective_seconds(collective: Any, mesh: MeshAxes) -> float:
         axes = next((n for n, k in mesh.shape.items() if k >= collective.group_size), mesh.names[-1])
         axes = (axes,)
     index = [mesh.names.index(a) for a in axes]
-    return float(collective_seconds(collective.kind, collective.bytes_, [mesh.sizes[i] for i in index], [mesh.links[i] for i in index]))
+    sizes, links = [mesh.sizes[i] for i in index], [mesh.links[i] for i in index]
+    bytes_ = collective.bytes_
+    if collective.kind == "collective-permute":  # its rings may be shorter than the axes are
+        bytes_ = collective.operand_bytes * math.prod(sizes)
+    return float(collective_seconds(collective.kind, bytes_, sizes, links))
 
 
 def measure(plan: Any, steps: int) -> float:

@@ -1,7 +1,9 @@
 """From one sharding to another, in one step and with the stops of jaxauto/rewrite/passage.py: python scripts/bench_exchanges.py
 
 An array [128, 256, 256, 64] in bfloat16 (1 GiB) on eight devices, in a mesh of two axes and in one of three. What does the partitioner make
-of a passage, and what does the cost model count (jaxauto/cost/reshard.py)? Writes results/exchanges.md.
+of a passage, and what does the cost model count (jaxauto/cost/reshard.py)? And of sums [16384, 1024] of partial results of a dot, of
+16384 rows, that go to a dimension which an axis splits on the minor side: pinned where they go, and pinned before where they are made
+(jaxauto/solve/positions.py)? Writes results/exchanges.md.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 HERE = Path(__file__).resolve().parent
@@ -43,6 +46,19 @@ PASSAGES: list[tuple[dict[str, int], Sharding, Sharding]] = [
     (TWO, (("a", "b"), (), (), ()), ((), ("b",), (), ())),
     (THREE, ((), ("a",), ("b",), ("c",)), (("a", "b", "c"), (), (), ())),
 ]
+SUMMED = (16384, 16384, 1024)  # what is summed away, and the array
+SUMS: list[tuple[dict[str, int], tuple[str, ...], Sharding, Sharding]] = [  # mesh, axes summed over, where made, where it goes
+    (TWO, ("a",), (("b",), ()), (("a", "b"), ())),
+    (TWO, ("a",), (("b",), ()), (("a",), ("b",))),
+    (TWO, ("a",), (("b",), ()), (("a",), ())),
+    (THREE, ("a",), (("b", "c"), ()), (("a", "b", "c"), ())),
+    (THREE, ("a",), (("b", "c"), ()), (("a", "b"), ("c",))),
+    (THREE, ("a",), (("b", "c"), ()), (("a", "b"), ())),
+    (THREE, ("a",), (("b", "c"), ()), (("a",), ())),
+    (THREE, ("a", "c"), (("b",), ()), (("a", "b", "c"), ())),
+    (THREE, ("a", "c"), (("b",), ()), (("a", "b"), ("c",))),
+    (THREE, ("a", "c"), (("b",), ()), (("a", "b"), ())),
+]
 
 
 def passage_on(mesh: jax.sharding.AbstractMesh, here: Sharding, there: Sharding, *, stops: bool) -> Callable:
@@ -57,15 +73,30 @@ def passage_on(mesh: jax.sharding.AbstractMesh, here: Sharding, there: Sharding,
     return fn
 
 
-def measure(name: str, sizes: dict[str, int], here: Sharding, there: Sharding) -> str:
-    """A table row."""
+def sum_on(mesh: jax.sharding.AbstractMesh, summed: tuple[str, ...], here: Sharding, there: Sharding, *, stops: bool) -> Callable:
+    def pinned(x: jax.Array, sharding: Sharding) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition_spec(sharding)))
+
+    def fn(x: jax.Array, y: jax.Array) -> list[jax.Array]:
+        product = pinned(jnp.sin(x), (summed, here[0])).T @ pinned(jnp.sin(y), (summed, here[1]))
+        return [jnp.cos(pinned(pinned(product, here) if stops else product, there))]
+
+    return fn
+
+
+def measure(name: str, sizes: dict[str, int], here: Sharding, there: Sharding, summed: tuple[str, ...] = ()) -> str:
+    """A table row; of a sum of partial results where axes are ``summed``."""
     target, axes = Target(name), mesh_axes(sizes, Target(name))
-    args, options = [jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)], dict(COMPILER_OPTIONS[target.chip.platform])
-    cells = [name, f"`{partition_spec(here)}` to `{partition_spec(there)}`"]
+    shape = SUMMED[1:] if summed else SHAPE
+    shapes = [(SUMMED[0], n) for n in shape] if summed else [shape]
+    args, options = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes], dict(COMPILER_OPTIONS[target.chip.platform])
+    cells = [name, f"sum over {', '.join(summed)}, " * bool(summed) + f"`{partition_spec(here)}` to `{partition_spec(there)}`"]
     for stops in (False, True):
-        make = partial(passage_on, here=here, there=there, stops=stops)
-        specs = [partition_spec(here)], [partition_spec(there)]
-        compiled = aot.compile_step(make, args, *specs, [], target, tuple(sizes.values()), tuple(sizes), options=options)
+        of = {"here": here, "there": there, "stops": stops}
+        make = partial(sum_on, summed=summed, **of) if summed else partial(passage_on, **of)
+        given = [partition_spec((summed, axes)) for axes in here] if summed else [partition_spec(here)]
+        mesh = tuple(sizes.values()), tuple(sizes)
+        compiled = aot.compile_step(make, args, given, [partition_spec(there)], [], target, *mesh, options=options)
         module = hlo.parse(compiled.text)
         kinds = Counter(c.kind for c in module.collectives)
         seconds = schedule_on(target, sizes, module).collective_seconds
@@ -74,7 +105,8 @@ def measure(name: str, sizes: dict[str, int], here: Sharding, there: Sharding) -
             f"{compiled.memory['temp'] / MIB:.0f}",
             f"{seconds * 1e3:.2f}",
         ]
-    told = passage_collectives(*(state_of(s, axes) for s in (here, there)), bytes_=2.0 * math.prod(SHAPE), mesh=axes)
+    terms = np.isin(axes.names, summed)
+    told = passage_collectives(*(state_of(s, axes) for s in (here, there)), bytes_=2.0 * math.prod(shape), mesh=axes, partial=terms)
     cells += [", ".join(kind for kind, *_ in told), f"{sum(seconds for *_, seconds in told) * 1e3:.2f}"]
     return "| " + " | ".join(cells) + " |"
 
@@ -86,10 +118,10 @@ def main() -> None:
         "| target | passage | in one step | temporaries MiB | ms | with stops | temporaries MiB | ms | counted | ms |",
         "|---" * 10 + "|",
     ]
-    for name in ("v5e:2x4", "v5p:2x2x2", "h100:8"):
-        for passage in PASSAGES:
-            lines.append(measure(name, *passage))
-            print(lines[-1], flush=True)
+    for name in ("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "h100:8"):
+        for row in (*(measure(name, *p) for p in PASSAGES), *(measure(name, sizes, *p, summed) for sizes, summed, *p in SUMS)):
+            lines.append(row)
+            print(row, flush=True)
     (HERE / "results" / "exchanges.md").write_text("\n".join(lines) + "\n")
     aot.close_workers()
 

@@ -13,6 +13,9 @@ from jax.sharding import PartitionSpec as P
 import jaxauto
 from jaxauto import certify, verify
 from jaxauto.aot import compiler_for
+from jaxauto.cost.collectives import collective_seconds
+from jaxauto.hlo_collectives import HloCollective
+from jaxauto.options import mesh_axes
 from jaxauto.tables import size
 from jaxauto.targets import Target
 
@@ -314,3 +317,16 @@ def test_no_more_is_alive_in_memory_than_is_allocated(peak, expected):
     """Not told; less than the heap with its gaps; more, where arrays in on-chip memory are counted too."""
     memory = {"argument": 50, "output": 50, "alias": 40, "temp": 70, "peak": peak}
     assert verify.Compilation("a compiler", "", memory, 1.0).peak_bytes == expected
+
+
+def test_a_permute_takes_as_long_whatever_its_rings():
+    """Every device sends what it holds: in rings of three over two axes (pieces 2a + b against 4b + a) as in rings of eight."""
+    axes = mesh_axes(MESH, Target("v5p:2x2x2"))
+    turned = [(2 * a + b, 4 * b + a) for a in range(4) for b in range(2)]
+    rings = [tuple(p for p in turned if p[0] != p[1]), tuple((d, (d + 1) % 8) for d in range(8))]
+    one, other = (
+        HloCollective("p", "main", "collective-permute", 2**20 * n, 2**20, "f32", n, (), pairs, 1.0, asynchronous=False)
+        for n, pairs in zip((3, 8), rings, strict=True)
+    )
+    assert verify.hlo_collective_seconds(one, axes) == verify.hlo_collective_seconds(other, axes)
+    assert verify.hlo_collective_seconds(one, axes) == collective_seconds("collective-permute", 8 * 2**20, axes.sizes, axes.links)

@@ -20,9 +20,12 @@ where the compiler writes those as one all-reduce (``MeshAxes.sums_whole``). Axe
 axis joins or leaves on the major side of one that stays, the pieces are in another order than the mesh's, and change places.
 
 A reduce-scatter is an all-reduce of which each device keeps its piece (on TPU, ``scripts/results/sums.md``) where it goes to several
-dimensions and over all devices of some topologies (``MeshAxes.scatters_whole``). So it is where an axis splits the dimension on the minor
-side, whether it stays or leaves: the partitioner puts that dimension together before, or gathers what the sum is made of and computes more;
-counted as a gather of the terms.
+dimensions and over all devices of some topologies (``MeshAxes.scatters_whole``).
+
+Terms of a sum that goes to a dimension which an axis splits on the minor side are summed where they are: ``positions.made_in`` has them
+pinned so, as the partitioner would gather what they are made of (``scripts/results/exchanges.md``). Then each device has a part of what
+another needs and sends it, in one collective-permute, whatever else changes; what takes more than a device has is gathered then. The sum
+is scattered if the array is cut in one dimension, by as many as it is summed over; else it is one all-reduce.
 """
 
 from __future__ import annotations
@@ -137,32 +140,27 @@ def _steps(source, target, bytes_, mesh, partial) -> Iterator[tuple[str, str, np
     sizes = np.asarray(mesh.sizes, float)
     local = np.broadcast_to((bytes_ / shards(source, mesh.sizes))[:, None], (len(source), len(target))).copy()
     whole_s, whole_t = s == WHOLE, t == WHOLE
-    scatter, reduce_ = p & ~whole_t, p & whole_t
-    cut = whole_s & ~p & ~whole_t
-    under = _under(scatter, s, t)
-    exchange = ~whole_s & ~whole_t & (s != t) & ~under
-    gather = np.array(np.broadcast_to(~whole_s & whole_t, np.broadcast_shapes(s.shape, t.shape))) & ~under
+    minor = under(p & ~whole_t, s, t)
+    inside = minor.any(-1, keepdims=True)
+    scatter, reduce_, cut = p & ~whole_t & ~inside, p & whole_t & ~inside, whole_s & ~whole_t & (~p | inside)
+    fewer = (shards(target, mesh.sizes) < shards(source, mesh.sizes)[:, None])[..., None]
+    left, gather = ~whole_s & ~inside, ~whole_s & whole_t & (~inside | fewer)
 
-    for axes, chosen in _by_axes(under):
-        local[chosen] *= np.prod(sizes[list(axes)])
-        yield "all-gather", "all-gather", local[chosen], axes, chosen
+    yield from _inside(s, t, p, minor, bytes_, mesh)
     for axes, chosen in _by_axes(scatter):
         kind = "reduce-scatter" if mesh.scatters else "all-reduce"
-        apart = under[chosen].any(-1)
-        if mesh.windows:
-            apart |= _to_several(t, axes, chosen)
+        apart = _to_several(t, axes, chosen) if mesh.windows else np.zeros(len(chosen[0]), bool)
         for written, here in (("all-reduce", apart), (_written(kind, axes, mesh), ~apart)):
             some = tuple(index[here] for index in chosen)
             if here.any():
                 yield kind, written, local[some], axes, some
-        local[chosen] /= np.prod(sizes[list(axes)])
-    local = local / np.where(cut | (under & ~whole_t), sizes, 1.0).prod(-1)
+    local = local / np.where(scatter | cut, sizes, 1.0).prod(-1)
     for axes, chosen in _by_axes(reduce_):
         yield "all-reduce", "all-reduce", local[chosen], axes, chosen
-    for together in _exchanges(exchange, s, t):
+    for together in _exchanges(left & ~whole_t & (s != t), s, t):
         for axes, chosen in _by_axes(together):
             yield "all-to-all", "all-to-all", local[chosen] * np.prod(sizes[list(axes)]), axes, chosen
-    for axes, chosen in _by_axes(_reordered(s, t, p)):
+    for axes, chosen in _by_axes(_reordered(s, t, p) & ~inside):
         yield "collective-permute", "collective-permute", local[chosen] * np.prod(sizes[list(axes)]), axes, chosen
     if mesh.sums_whole:
         for axes, chosen in _by_axes(gather):
@@ -174,6 +172,19 @@ def _steps(source, target, bytes_, mesh, partial) -> Iterator[tuple[str, str, np
             full = local[chosen] * np.prod(sizes[list(axes)])
             yield "all-gather", _written("all-gather", axes, mesh), full, axes, chosen
             local[chosen] = full
+
+
+def _inside(s, t, p, minor, bytes_, mesh) -> Iterator[tuple[str, str, np.ndarray, tuple[int, ...], tuple]]:
+    """Of sums to a dimension that ``minor`` axes split inside: the sum, and what devices send each other then."""
+    sizes, inside = np.asarray(mesh.sizes, float), minor.any(-1)
+    once = _cut_once(p, s, t, sizes)
+    pieces = np.broadcast_arrays(*(np.where(where == WHOLE, 1.0, sizes).prod(-1) for where in (s, t)))
+    for kind, pairs in ("all-reduce", inside & ~once), ("reduce-scatter" if mesh.scatters else "all-reduce", inside & once):
+        for axes, chosen in _by_axes(p & pairs[..., None]):
+            yield kind, _written(kind, axes, mesh), bytes_ / pieces[0][chosen], axes, chosen
+    for axes, chosen in _by_axes(np.where(p, t != WHOLE, minor | (s != t)) & inside[..., None]):
+        device = bytes_ / np.maximum(*pieces)[chosen]
+        yield "collective-permute", "collective-permute", device * np.prod(sizes[list(axes)]), axes, chosen
 
 
 def _exchanges(exchange: np.ndarray, s: np.ndarray, t: np.ndarray) -> Iterator[np.ndarray]:
@@ -190,12 +201,23 @@ def _to_several(t: np.ndarray, axes: tuple[int, ...], chosen: tuple) -> np.ndarr
     return (there != there[:, :1]).any(-1)
 
 
-def _under(scatter: np.ndarray, s: np.ndarray, t: np.ndarray) -> np.ndarray:
-    """Axes that split a dimension on the minor side of one over which a sum is scattered to it: ``bool [a, b, axes]``."""
+def under(scatter: np.ndarray, s: np.ndarray, t: np.ndarray) -> np.ndarray:
+    """Axes that split a dimension on the minor side of one over which a sum is scattered to it: ``bool [a, b, axes]``.
+
+    Args:
+      scatter: ``bool [a, b, axes]``. s, t: ``[a or 1, b or 1, axes]`` positions in the array's dimensions, before and after.
+    """
     found = np.zeros(scatter.shape, bool)
     for major, minor in itertools.combinations(range(scatter.shape[-1]), 2):
         found[..., minor] |= scatter[..., major] & (s[..., minor] == t[..., major])
     return found
+
+
+def _cut_once(p: np.ndarray, s: np.ndarray, t: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Whether one dimension is cut into as many more as a sum is over, and no other into more or less: ``bool [a, b]``."""
+    pieces = lambda where: np.stack([np.where(where == d, sizes, 1.0).prod(-1) for d in range(max(s.max(), t.max(), 0) + 1)])  # noqa: E731
+    more = pieces(t) / pieces(s)
+    return ((more != 1).sum(0) == 1) & (more == np.where(p, sizes, 1.0).prod(-1)).any(0)
 
 
 def _reordered(s: np.ndarray, t: np.ndarray, p: np.ndarray) -> np.ndarray:

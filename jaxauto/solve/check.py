@@ -307,7 +307,7 @@ class Answer:
     def merged(self, kind: str, axes: Sequence[int], here: Where, there: Where) -> bool:
         """Whether the compiler writes it as an all-reduce."""
         mesh = self.model.mesh
-        if kind == "reduce-scatter" and (self.under(axes, here, there) or (mesh.windows and len({there[a] for a in axes}) > 1)):
+        if kind == "reduce-scatter" and not self.under(axes, here, there) and mesh.windows and len({there[a] for a in axes}) > 1:
             return True
         whole = {"all-gather": mesh.sums_whole, "reduce-scatter": mesh.sums_whole or mesh.scatters_whole}
         return whole.get(kind, False) and self.over_all(axes)
@@ -321,24 +321,33 @@ class Answer:
         local = bytes_ / self.pieces(here)
         scattered = [a for a in axes if a in partial and there[a] != WHOLE]
         under = self.under(scattered, here, there)
-        local *= self.count(under)
+        summed, cut = sorted(partial), [a for a in axes if a not in partial and here[a] == WHOLE and there[a] != WHOLE]
         if under:
-            yield "all-gather", local, under
+            once = self.model.mesh.scatters and self.cut_once(summed, here, there)
+            yield "reduce-scatter" if once else "all-reduce", local, summed
+            moved = sorted({*scattered, *under, *(a for a in axes if a not in partial and here[a] != there[a])})
+            yield "collective-permute", bytes_ / max(self.pieces(here), self.pieces(there)) * self.count(moved), moved
+            if self.pieces(there) < self.pieces(here):
+                yield from self.gathers(here, there, local / self.count([*scattered, *cut]))
+            return
         if scattered:
             yield "reduce-scatter" if self.model.mesh.scatters else "all-reduce", local, scattered
-        local /= self.count([*scattered, *(a for a in under if there[a] != WHOLE)])
-        local /= self.count(a for a in axes if a not in partial and here[a] == WHOLE and there[a] != WHOLE)
-        summed = [a for a in axes if a in partial and there[a] == WHOLE]
+        local /= self.count([*scattered, *cut])
+        summed = [a for a in summed if there[a] == WHOLE]
         if summed:
             yield "all-reduce", local, summed
-        exchanged = [a for a in axes if WHOLE not in (here[a], there[a]) and here[a] != there[a] and a not in under]
+        exchanged = [a for a in axes if WHOLE not in (here[a], there[a]) and here[a] != there[a]]
         for pair in sorted({(here[a], there[a]) for a in exchanged}):
             together = [a for a in exchanged if (here[a], there[a]) == pair]
             yield "all-to-all", local * self.count(together), together
         turned = sorted({a for pair in self.turned(here, there) if pair[0] not in partial for a in pair})
         if turned:
             yield "collective-permute", local * self.count(turned), turned
-        gathers = [a for a in axes if here[a] != WHOLE and there[a] == WHOLE and a not in under]
+        yield from self.gathers(here, there, local)
+
+    def gathers(self, here: Where, there: Where, local: float) -> Iterator[tuple[str, float, list[int]]]:
+        """Of the axes that leave."""
+        gathers = [a for a in range(len(self.sizes)) if here[a] != WHOLE and there[a] == WHOLE]
         together = self.model.mesh.sums_whole and self.over_all(gathers)
         for gathered in [gathers] if together else [[a for a in gathers if here[a] == d] for d in range(max(here) + 1)]:
             if gathered:
@@ -348,6 +357,14 @@ class Answer:
     def under(self, scattered: Sequence[int], here: Where, there: Where) -> list[int]:
         """Axes on the minor side of one that joins their dimension as a sum is scattered over it."""
         return [b for b in range(len(here)) if any(a < b and there[a] == here[b] for a in scattered)]
+
+    def cut_once(self, summed: Sequence[int], here: Where, there: Where) -> bool:
+        """Whether the pieces of one dimension become as many more as a sum is over, and those of no other change."""
+        change = {d: self.split(there, d) / self.split(here, d) for d in {*here, *there} - {WHOLE}}
+        return [n for n in change.values() if n != 1] == [self.count(summed)]
+
+    def split(self, where: Where, dim: int) -> int:
+        return self.count(a for a, d in enumerate(where) if d == dim)
 
     def turned(self, here: Where, there: Where) -> Iterator[tuple[int, int]]:
         """(axis that comes or goes, minor axis that stays) on one dimension: its pieces change places."""

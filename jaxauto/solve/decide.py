@@ -12,7 +12,7 @@ from jaxauto.graph import walk
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.facts import straight_gradients
 from jaxauto.solve.model import Model
-from jaxauto.solve.positions import edge_layout, reduced_factors
+from jaxauto.solve.positions import edge_layout, made_in, reduced_factors
 from jaxauto.solve.search import Candidate
 from jaxauto.strategies import WHOLE, project, sharding_of, shards
 
@@ -124,7 +124,7 @@ def _made_elsewhere(model: Model, x: np.ndarray) -> Iterator[tuple[int, Sharding
         for o in op.results:
             summed = np.isin(model.state(x, "operation", op.node.id), reduced_factors(op, o))
             final = model.position(x, o.value)
-            position = np.where(summed, final, model.operand_position(x, op, o))  # partial sums are summed into where they go
+            position = made_in(model.operand_position(x, op, o), final, summed)
             if o.dims and (position != final).any():
                 yield o.value, sharding_of(position, len(o.dims), model.mesh)
 

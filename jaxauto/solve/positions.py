@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxauto.core import MeshAxes
+from jaxauto.cost.reshard import under
 from jaxauto.groups import WHOLE, Operand, Operation
 from jaxauto.strategies import project, shards
 
@@ -27,6 +28,16 @@ def unsummed(here: np.ndarray, there: np.ndarray, partial: np.ndarray, bytes_: f
         return scattered * whole
     cut = scattered * (whole - bytes_ / shards(np.where(partial[:, None], there[None], here[:, None]), mesh.sizes))
     return partial.any(-1)[:, None] * whole + cut
+
+
+def made_in(here: np.ndarray, there: np.ndarray, partial: np.ndarray) -> np.ndarray:
+    """Where a result is pinned on its way ``there``, ``int8 [axes]``: partial sums are summed into where they go, see ``cost/reshard.py``.
+
+    Args:
+      here: ``int8 [axes]`` positions as the operation makes it. partial: ``bool [axes]``, axes along which that is a term of a sum.
+    """
+    scattered = (partial & (there != WHOLE))[None, None]
+    return here if under(scattered, here[None, None], there[None, None]).any() else np.where(partial, there, here)
 
 
 def reduced_factors(op: Operation, result: Operand) -> list[int] | tuple[int, ...]:

@@ -34,9 +34,9 @@ PASSAGES = [
     ("sums whole", (W, W), (W, W), (True, False), [("all-reduce", 800.0, (0,))]),
     ("sums and cuts", (W, W), (0, W), (True, False), [("reduce-scatter", 800.0, (0,))]),
     ("sums to a split dimension, on its minor side", (0, W), (0, 0), (False, True), [("reduce-scatter", 200.0, (1,))]),
-    ("on its major side", (W, 0), (0, 0), (True, False), [("all-gather", 800.0, (1,)), ("reduce-scatter", 800.0, (0,))]),
-    ("of one that leaves", (W, 0), (0, 1), (True, False), [("all-gather", 800.0, (1,)), ("reduce-scatter", 800.0, (0,))]),
-    ("of one that is gathered", (W, 0), (0, W), (True, False), [("all-gather", 800.0, (1,)), ("reduce-scatter", 800.0, (0,))]),
+    ("on its major side", (W, 0), (0, 0), (True, False), [("reduce-scatter", 400.0, (0,)), ("collective-permute", 800.0, (0, 1))]),
+    ("of one that leaves", (W, 0), (0, 1), (True, False), [("all-reduce", 400.0, (0,)), ("collective-permute", 800.0, (0, 1))]),
+    ("of one that is gathered", (W, 0), (0, W), (True, False), [("all-reduce", 400.0, (0,)), ("collective-permute", 1600.0, (0, 1))]),
     ("sums a piece", (W, 0), (W, 0), (True, False), [("all-reduce", 400.0, (0,))]),
     ("joins on the major side", (W, 0), (0, 0), None, [("collective-permute", 800.0, (0, 1))]),
     ("joins on the minor side", (0, W), (0, 0), None, []),
@@ -49,6 +49,28 @@ PASSAGES = [
 @pytest.mark.parametrize(("name", "source", "target", "partial", "expected"), PASSAGES, ids=[p[0] for p in PASSAGES])
 def test_passages(name, source, target, partial, expected):
     assert steps(source, target, partial) == expected
+
+
+INSIDE = [  # of a sum to a dimension that an axis splits on the minor side, on a mesh of 2 x 2 x 2; as in results/exchanges.md
+    ("two stay", (W, 0, 0), (0, 0, 0), (True, False, False), [("reduce-scatter", 200.0, (0,)), ("collective-permute", 800.0, (0, 1, 2))]),
+    ("one leaves", (W, 0, 0), (0, 0, 1), (True, False, False), [("reduce-scatter", 200.0, (0,)), ("collective-permute", 800.0, (0, 1, 2))]),
+    ("one goes", (W, 0, 0), (0, 0, W), (True, False, False), [("all-reduce", 200.0, (0,)), ("collective-permute", 1600.0, (0, 1, 2))]),
+    (
+        "two go",
+        (W, 0, 0),
+        (0, W, W),
+        (True, False, False),
+        [("all-reduce", 200.0, (0,)), ("collective-permute", 1600.0, (0, 1, 2)), ("all-gather", 400.0, (1, 2))],
+    ),
+    ("around it", (W, 0, W), (0, 0, 0), (True, False, True), [("reduce-scatter", 400.0, (0, 2)), ("collective-permute", 800.0, (0, 1, 2))]),
+    ("and beside", (W, 0, W), (0, 0, 1), (True, False, True), [("all-reduce", 400.0, (0, 2)), ("collective-permute", 800.0, (0, 1, 2))]),
+    ("and whole", (W, 0, W), (0, 0, W), (True, False, True), [("all-reduce", 400.0, (0, 2)), ("collective-permute", 800.0, (0, 1))]),
+]
+
+
+@pytest.mark.parametrize(("source", "target", "partial", "expected"), [t[1:] for t in INSIDE], ids=[t[0] for t in INSIDE])
+def test_sums_to_a_dimension_that_is_split_inside(source, target, partial, expected):
+    assert steps(source, target, partial, MeshAxes(("a", "b", "c"), (2, 2, 2), (LINK,) * 3)) == expected
 
 
 def test_without_reduce_scatter_the_sum_is_whole():
