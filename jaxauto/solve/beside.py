@@ -5,6 +5,7 @@ Not what operands are resharded into: see ``brought.py``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -99,7 +100,8 @@ def _made_early(model: Model) -> Iterator[Row]:
 def made_early(model: Model) -> list[tuple[Operation, int, int, int]]:
     """(dot, which of its operands it makes as it reads, positions from where that is made up to the dot): of a value its last dot.
 
-    Of the backward pass, what the forward pass makes: what is made in the same pass is there briefly, and mostly on chip.
+    Of the backward pass, what the forward pass makes, and what is made again: that is ahead of the gradients that the einsum waits for.
+    What else is made in the same pass is there briefly, and mostly on chip.
     """
     return model.cached(("made early", model.variant), lambda: _made_for_dots(model)) if model.mesh.windows else []
 
@@ -113,9 +115,11 @@ def _made_for_dots(model: Model) -> list[tuple[Operation, int, int, int]]:
         for k, _ in model.inside(op) if op.node.id in position and op.node.backward else ():
             number = viewed(model.groups, rewritten, nodes[op.node.id].inputs[k])
             node = graph.values[number].producer if isinstance(number, int) else None
-            end = position[op.node.id] - 1
-            early = node is not None and not node.backward and position.get(node.id, end) < end
-            if early and (number not in last or last[number][3] < end):
+            written = model.values[rewritten.origin.get(number, number)].producer if node is not None else None
+            if node is None or written is None or written.backward:
+                continue
+            begin, end = position.get(node.id, math.inf), position[op.node.id] - 1
+            if begin < end and (number not in last or last[number][3] < end):
                 last[number] = op, k, position[node.id], end
     return list(last.values())
 
