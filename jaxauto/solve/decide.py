@@ -18,7 +18,7 @@ from jaxauto.strategies import WHOLE, project, sharding_of, shards
 
 _ORDERS = frozenset(["transpose", "reshape", "squeeze", "expand_dims"])
 _MUCH = 0.05  # of all memory at its peak
-_LESS = 0.5  # a gradient that takes less than this share of what is read for it is written, so that that can go
+_LESS = 0.5  # a gradient that takes no more than this share of what is read for it is written, so that that can go
 
 
 def decisions_of(candidate: Candidate) -> Decisions:
@@ -80,7 +80,7 @@ def _precede(model: Model, late: Iterable[tuple[Node, int]]) -> Iterator[tuple[t
 def _awaited(candidate: Candidate) -> frozenset[int] | None:
     """What loops and recomputations of the backward pass wait for (``rewrite/order.py``).
 
-    On TPU, gradients that are summed over devices and that take much less than what is read for them, each of one device's; others are made
+    On TPU, gradients that are summed over devices and take at most half of what is read for them, each of one device's; others are made
     with their update, and to wait for one takes time (2.7 % of a step, GPT-2 medium, unrolled, on v5e): on one device, where something is
     made again for the sake of memory, those are waited for that let much of it go (13 % there). On several CPU devices all are where
     something is made again, and none elsewhere: a word of what is waited for goes from one device to the others.
@@ -96,7 +96,7 @@ def _awaited(candidate: Candidate) -> frozenset[int] | None:
         read = max((_local(model, i.value, model.operand_position(x, op, i)) for i in op.operands), default=0.0)
         own = _local(model, o.value, model.position(x, o.value))
         summed = np.isin(model.state(x, "operation", op.node.id), reduced_factors(op, o)).any()
-        if own < _LESS * read and (summed or read - own > much):
+        if own <= _LESS * read and (summed or read - own > much):
             found.add(value)
     return frozenset(found) or None
 
