@@ -16,10 +16,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from jaxauto.core import Kind, Link, LinkKind, Literal, Node, Value
 from jaxauto.cost.clusters import Found
@@ -27,7 +30,8 @@ from jaxauto.cost.patterns import is_widening
 
 LONGEST = 16384  # elements of a row that one kernel holds; 32,768 are read in parts
 _ALIGNED = 16  # elements: what a dot that is split contracts is padded to a multiple
-_SPLIT = ((66, 8192), (132, 40960))  # dots of up to so many tiles of 128 x 128 elements are split where they contract more
+_SPLIT = ((66, 8192), (132, 40960))  # dots of up to so many tiles are split where they contract more
+TILE = 128  # elements of a side
 _ELEMENTWISE = frozenset({Kind.VIEW, Kind.CHEAP, Kind.EXPENSIVE})
 _SLICES = frozenset({"slice", "dynamic_slice"})
 Parts = dict[tuple[Any, ...], float]  # (buffer, the slices that are taken of it, one after the other) → share of its elements
@@ -36,6 +40,18 @@ Parts = dict[tuple[Any, ...], float]  # (buffer, the slices that are taken of it
 def whole(roots: Iterable[int]) -> Parts:
     """Buffers read without being sliced."""
     return {(root,): 1.0 for root in roots}
+
+
+def pads(tiles: Any, long: Any) -> Any:
+    """Whether a dot reads its operands padded, elementwise: one of few tiles is split along what it contracts, for which that is aligned.
+
+    Seen over 8,201 elements in a dot of 64 tiles, over 50,001 in one of 128 and 51,864 in one of 112, on a chip of 132 cores; not over
+    32,001 in one of 128, over 51,865 in one of 256, or over a multiple of 16.
+
+    Args:
+      tiles: of one device's result, of ``TILE`` × ``TILE`` elements. long: elements that are contracted.
+    """
+    return (np.mod(long, _ALIGNED) != 0) & functools.reduce(np.logical_or, [(tiles <= most) & (long > least) for most, least in _SPLIT])
 
 
 @dataclass
@@ -246,17 +262,12 @@ class Kernels:
         return value.id in self.rows or self.is_padded(value)
 
     def is_padded(self, value: Value) -> bool:
-        """Whether a dot reads the value padded: one of few tiles is split along what it contracts, for which that is aligned.
-
-        Seen over 8,201 elements in a dot of 64 tiles, over 50,001 in one of 128 and 51,864 in one of 112, on a chip of 132 cores; not over
-        32,001 in one of 128, over 51,865 in one of 256, or over a multiple of 16. Each device is taken to make its share of the tiles.
-        """
+        """Whether a dot reads the value padded (``pads``); each device is taken to make its share of the tiles."""
         for user in value.users:
             if user.prim == "dot_general":
                 (left, right), _ = user.params["dimension_numbers"]
                 long = math.prod(value.shape[d] for d in (left if user.inputs[0] == value.id else right))
-                tiles = self._elements(user.outputs[0]) / 128**2 / self.devices
-                if long % _ALIGNED and any(tiles <= most and long > least for most, least in _SPLIT):
+                if pads(self._elements(user.outputs[0]) / TILE**2 / self.devices, long):
                     return True
         return False
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
+from math import prod
 from typing import TYPE_CHECKING
 
 from jaxauto.core import LinkKind, Node
+from jaxauto.cost.kernels import TILE, pads
 from jaxauto.cost.onchip import capacity, of_sums
 from jaxauto.cost.widened import WIDE
 from jaxauto.cost.windowed import is_view
@@ -14,6 +16,7 @@ from jaxauto.groups import Operand, Operation
 from jaxauto.solve.beside import FILLED, bordered, made_early, passed_edges, shared_operands
 from jaxauto.solve.check_ring import padding
 from jaxauto.solve.check_turns import copies_of_results, is_turned, made_whole
+from jaxauto.solve.padded import may_be_padded
 from jaxauto.solve.put_off import put_off
 from jaxauto.solve.stacked import readings
 from jaxauto.solve.turns import update_begins
@@ -35,6 +38,7 @@ def held_beside(answer: Answer) -> Iterator[tuple[int, int, float]]:
     yield from _stacks(answer)
     yield from _put_off(answer)
     yield from _widened(answer)
+    yield from _padded(answer)
     begin = update_begins(answer.model)
     yield from ((begin, last, size) for size, _ in copies_of_results(answer))
     yield from ((begin, last, size) for size in made_whole(answer))
@@ -180,6 +184,18 @@ def _widened(answer: Answer) -> Iterator[tuple[int, int, float]]:
 
 def _wide_bytes(answer: Answer, op: Operation, o: Operand) -> float:
     return WIDE * answer.model.values[o.value].elements / answer.pieces(answer.operand(op, o))
+
+
+def _padded(answer: Answer) -> Iterator[tuple[int, int, float]]:
+    """What a dot on GPU reads padded, and others as it is."""
+    for op, o, at in may_be_padded(answer.model):
+        (result,) = op.results
+        own, state = {f for _, f in result.dims}, answer.operation[op.node.id]
+        cut = lambda k, state=state: answer.count(a for a, d in enumerate(state) if d == k)  # noqa: E731
+        long = prod(size / cut(k) for k, (factor, size) in enumerate(op.factors) if factor not in own and factor in {f for _, f in o.dims})
+        made = answer.model.values[result.value].elements / answer.pieces(answer.operand(op, result))
+        if pads(made / TILE**2, long):
+            yield at, at, answer.model.values[o.value].nbytes / answer.pieces(answer.operand(op, o))
 
 
 def _stacks(answer: Answer) -> Iterator[tuple[int, int, float]]:
