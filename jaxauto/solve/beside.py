@@ -22,6 +22,7 @@ from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.brought import Way, shares_on_the_way, tiled
 from jaxauto.solve.facts import viewed
 from jaxauto.solve.padded import held_padded
+from jaxauto.solve.pooled import held_pooled
 from jaxauto.solve.positions import edge_layout, moved_share
 from jaxauto.solve.put_off import held_for_gradients
 from jaxauto.solve.turns import Row, beside_loops, beside_results, cut_results, in_order, update_begins, updating
@@ -305,4 +306,4 @@ def filled_at(model: Model, node: Node, at: int) -> int:
 
 
 _OWN = (_of_results, _made_early, _bordered, _shared, _passed)
-_ROWS = (*_OWN, beside_loops, beside_results, cut_results, held_for_gradients, held_widened, held_padded)
+_ROWS = (*_OWN, beside_loops, beside_results, cut_results, held_for_gradients, held_widened, held_padded, held_pooled)

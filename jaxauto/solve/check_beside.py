@@ -17,6 +17,7 @@ from jaxauto.solve.beside import FILLED, bordered, made_early, passed_edges, sha
 from jaxauto.solve.check_ring import padding
 from jaxauto.solve.check_turns import copies_of_results, is_turned, made_whole
 from jaxauto.solve.padded import may_be_padded
+from jaxauto.solve.pooled import pooled
 from jaxauto.solve.put_off import put_off
 from jaxauto.solve.stacked import readings
 from jaxauto.solve.turns import update_begins
@@ -39,6 +40,7 @@ def held_beside(answer: Answer) -> Iterator[tuple[int, int, float]]:
     yield from _put_off(answer)
     yield from _widened(answer)
     yield from _padded(answer)
+    yield from ((at, at, bytes_ / answer.pieces(answer.operation[op.node.id])) for op, _, at, bytes_ in pooled(answer.model))
     begin = update_begins(answer.model)
     yield from ((begin, last, size) for size, _ in copies_of_results(answer))
     yield from ((begin, last, size) for size in made_whole(answer))
