@@ -1,6 +1,6 @@
 """The gap between an answer and the bound of its search closed, as far as there is work and time for it.
 
-First level by level (``tighten.py``), then by a MILP over the states near the best answer.
+First level by level (``tighten.py``), those around the best answer too (``around.py``), then by a MILP over the states near it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxauto.solve.around import Tries, look_around
 from jaxauto.solve.candidate import Found
 from jaxauto.solve.milp import solve_milp
 from jaxauto.solve.model import Model
@@ -29,6 +30,9 @@ def finish(search: Search, found: Found, budget_bytes: float) -> None:
     assert found.best is not None
     started = time.monotonic()
     close(search, found, budget_bytes)
+    tries = Tries(search.remat)
+    while look_around(search, found, budget_bytes, tries):
+        close(search, found, budget_bytes)
     found.seconds_spent["close"] = time.monotonic() - started
     started = time.monotonic()
     left = search.deadline - started
@@ -70,6 +74,7 @@ def close(search: Search, found: Found, budget_bytes: float) -> None:
         start = [x for x in search.answers[number] if len(x) == len(model.problem.sizes)]
         tightened = tighten(model.problem, budget_bytes, start, judge, upper, effort)
         search.bounds[number] = max(search.bounds[number], tightened.bound)
+        search.price = tightened.price or search.price
         if tightened.milp is not None:
             found.constraints, found.status = tightened.milp.constraints, tightened.milp.status.value
     found.bound = min(search.bounds.values())

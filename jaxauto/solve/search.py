@@ -9,7 +9,8 @@ Under a budget M with multipliers λ_r ≥ 0 on memory rows and μ ∈ [0, 1] on
 
 is one elimination (``eliminate.py``); its minimiser is a candidate, its value a lower bound. λ is raised until the candidate fits and
 then bisected; the rows are the peaks that candidates show (cutting planes). What gap is left then is closed (``closing.py``). Answers
-go down by single changes (``descend.py``); and so does what blocks keep (``swaps.py``). Where no level fits, what lies between blocks is
+go down by single changes (``descend.py``); and so does what blocks keep (``swaps.py``), in the end by the bounds of other sets
+(``around.py``). Where no level fits, what lies between blocks is
 made again too (``nested.py``); and scans are cut into parts that keep unalike (``segments.py``), there and wherever blocks are mixed.
 
 ``look`` tries the levels; ``closer`` levels between them and a first mixture of blocks, which tells by a few per cent what a mesh comes to;

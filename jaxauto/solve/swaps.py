@@ -8,7 +8,7 @@ the peak of the whole step decide. Blocks of equal form that keep alike change t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from jaxauto.blocks import Block, closure
@@ -43,6 +43,13 @@ def swaps(remat: Remat, kept: Kept, offloaded: frozenset[int] = frozenset()) -> 
     """All swaps, what promises most first; ``offloaded`` values are not swapped."""
     found = [swap for members in _alike(remat, kept) for swap in _swaps(remat, kept, members, offloaded)]
     return sorted(found, key=lambda s: (-s.gain, s.value))
+
+
+def crossings(remat: Remat, kept: Kept, others: Iterable[Kept]) -> list[Kept]:
+    """``kept``, but in blocks that are alike what one of ``others`` keeps: each that differs, once."""
+    groups = _alike(remat, kept)
+    crossed = (tuple(other[b] if b in members else keep for b, keep in enumerate(kept)) for members in groups for other in others)
+    return [found for found in dict.fromkeys(crossed) if found != kept]
 
 
 def swapped(

@@ -53,9 +53,11 @@ class Multipliers:
 
 @dataclass
 class Tightened:
-    """``bound``: on T for all answers of the problem; ``milp``: the last one asked, if any; ``left``: states that could still be better."""
+    """``bound``: on T for all answers of the problem; ``price``: seconds per byte of memory, where the bound by multipliers is highest;
+    ``milp``: the last one asked, if any; ``left``: states that could still be better."""
 
     bound: float
+    price: float = 0.0
     milp: MilpSolution | None = None
     left: int = 0
 
@@ -108,7 +110,7 @@ class _Tightening:
         for _ in range(_PASSES):
             best = raise_bound(self.small, self.budget_bytes, seeds, self.judged, self.upper, self.effort)
             kept = survivors(self.small, self.budget_bytes, best, self.upper, self.effort)
-            self.found.bound = max(self.found.bound, min(best.bound, self.upper))
+            self.found.bound, self.found.price = max(self.found.bound, min(best.bound, self.upper)), sum(best.prices.values())
             if self.found.bound >= self.upper * (1 - TOLERANCE) or self.effort.over:
                 return self.found
             if any(not len(k) for k in kept):
