@@ -14,10 +14,11 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,7 @@ def measure(group: str, model: str, sharding: str, setting: str, chip: str) -> d
     found = plan.verify()
     return {
         "outcome": "compiled",
-        "on": datetime.date.today().isoformat(),
+        "on": _when(),
         "rows": {row.name: [row.estimated, row.compiled] for row in found.rows},
         "collectives": {row.name: [row.estimated, row.compiled, row.estimated_count, row.compiled_count] for row in found.collectives},
         "blocking": blocking_seconds(plan),
@@ -224,6 +225,13 @@ def summary(found: dict[str, dict]) -> str:
     lines += ["## Every plan", "", head, "|---|" + "---|" * 8]
     lines += [_line(key, row) for key, row in found.items()]
     return "\n".join(lines) + "\n"
+
+
+@cache
+def _when() -> str:
+    """The day, and the commit that is checked out."""
+    head = subprocess.run(["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return ", ".join(filter(None, (datetime.date.today().isoformat(), head.stdout.strip())))
 
 
 def _days(found: dict[str, dict]) -> Iterator[str]:
