@@ -28,6 +28,8 @@ from jaxauto.profile_memory import Memory, Profiled, node_name
 from jaxauto.profile_traffic import Traffic
 from jaxauto.rules import rule_for
 from jaxauto.solve.facts import spatial_dims
+from jaxauto.solve.padded import live_beside_padded
+from jaxauto.solve.pooled import live_beside_pools
 from jaxauto.tables import Section, as_html, duration, page
 from jaxauto.targets.target import Target, resolve
 from jaxauto.timeline import Row, Table, Timeline, short, source_text, text_table
@@ -231,6 +233,9 @@ def _program(traced: Traced, chip: Any) -> Profiled:
     live = live_bytes(buffers, sizes)
     if platform == "cpu":
         live = live + live_beside_dots(graph, rules, buffers)
+    if platform == "gpu":
+        live = live + live_beside_padded(graph, rules, buffers)
+    live = live + live_beside_pools(graph, buffers, platform)
     return Profiled(traced, graph, rules, buffers, sizes, live, lambda _: 1.0, lambda _: 1.0, aliased, padded, placed)
 
 

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxauto.core import Node
+from jaxauto.core import Graph, Node
+from jaxauto.cost.liveness import Buffers
+from jaxauto.graph import walk
 from jaxauto.groups import Operand, Operation
 from jaxauto.solve.turns import Row, in_order
 from jaxauto.strategies import shards
@@ -39,6 +41,15 @@ def held_pooled(model: Model) -> Iterator[Row]:
         v, g = model.var("operation", op.node.id), model.var("group", o.group)
         local = model.cached(("pooled", v, bytes_), lambda v=v, n=bytes_: n / shards(model.states[v], model.mesh.sizes))
         yield from in_order(at, at, v, g, np.broadcast_to(local[:, None], (len(local), len(model.states[g]))))
+
+
+def live_beside_pools(graph: Graph, buffers: Buffers, platform: str) -> np.ndarray:
+    """Bytes at each position of a program on one device: ``[length]``."""
+    live = np.zeros(buffers.length)
+    for node in walk(graph) if platform != "tpu" else ():
+        if node.prim in POOLS and node.id in buffers.position:
+            live[buffers.position[node.id]] += pooling_bytes(node, graph.values, platform)
+    return live
 
 
 def pooling_bytes(node: Node, values: Any, platform: str) -> float:
