@@ -46,7 +46,7 @@ def look_around(search: Search, found: Found, budget_bytes: float, tries: Tries)
     while centre is not None:
         around, centre = sorted(_promising(search, found, centre, budget_bytes, tries), key=lambda offer: offer[0]), None
         for _, like in around[: tries.searched]:
-            fits = search._anew(like, search.levels, budget_bytes)
+            fits = search.anew(like, search.levels, budget_bytes)
             found.fitting += fits
             fastest = min([found.best, *fits], key=lambda c: c.seconds)
             if fastest.seconds < found.best.seconds * (1 - TOLERANCE):

@@ -305,5 +305,17 @@ def filled_at(model: Model, node: Node, at: int) -> int:
     return min(model.buffers.loop_start.get(n.id, model.buffers.position[n.id]) for n in straight)
 
 
-_OWN = (_of_results, _made_early, _bordered, _shared, _passed)
-_ROWS = (*_OWN, beside_loops, beside_results, cut_results, held_for_gradients, held_widened, held_padded, held_pooled)
+_ROWS = (
+    _of_results,
+    _made_early,
+    _bordered,
+    _shared,
+    _passed,
+    beside_loops,
+    beside_results,
+    cut_results,
+    held_for_gradients,
+    held_widened,
+    held_padded,
+    held_pooled,
+)

@@ -123,7 +123,7 @@ class Search:
                 self.models[_MIXED] = mixed.model
                 leanest = min(leanest, mixed, key=lambda c: c.peak_bytes)
                 if mixed.peak_bytes <= budget_bytes:
-                    fitting += [mixed, *self._anew(mixed, levels, budget_bytes)]
+                    fitting += [mixed, *self.anew(mixed, levels, budget_bytes)]
         best = min(fitting, key=lambda c: c.seconds, default=None)
         found = Found(best, leanest, min(self.bounds.values()), {"search": time.monotonic() - started}, fitting=fitting)
         found.variables = sum(leanest.model.problem.sizes)
@@ -173,11 +173,11 @@ class Search:
             closer = min(near, key=lambda c: c.seconds, default=best)
             if closer.seconds >= best.seconds * (1 - TOLERANCE):
                 return
-            found = self._anew(closer, levels, budget_bytes)
+            found = self.anew(closer, levels, budget_bytes)
             yield from found
             best = min([best, *found], key=lambda c: c.seconds)
 
-    def _anew(self, like: Candidate, levels: list[Level], budget_bytes: float) -> list[Candidate]:
+    def anew(self, like: Candidate, levels: list[Level], budget_bytes: float) -> list[Candidate]:
         """What fits of the candidates that keep what ``like`` does: a level of its own, which is added to ``levels``."""
         levels.append(replace(like.variant.level, threshold=levels[like.level].threshold))
         return [c for c in self._offers(len(levels) - 1, levels[-1], budget_bytes) if c.peak_bytes <= budget_bytes]
@@ -375,7 +375,7 @@ class Search:
             return []
         make = functools.partial(self.mixer.keeping, best, offloaded=best.variant.offloaded)
         better = swapped(self.remat, best, make, budget_bytes, self.mesh.num_devices, self.out_of_time, self.mixer.pieces(best))
-        return [] if better is best else [better, *self._anew(better, levels, budget_bytes)]
+        return [] if better is best else [better, *self.anew(better, levels, budget_bytes)]
 
     def _bases(self, found: Found) -> list[Candidate]:
         """Answers to let blocks differ in: the best one; where rewriting is quick of other levels too, and sharded as without pressure."""
