@@ -16,8 +16,10 @@ from jaxauto.cost.compute import operation_seconds, traffic_seconds
 from jaxauto.errors import ArgumentError
 from jaxauto.naming import fold_paths, local_shape, mask, mask_all, mask_place, short_source, spec_text
 from jaxauto.options import mesh_axes
+from jaxauto.solve.facts import buffer_runs
 from jaxauto.solve.live import timeline
 from jaxauto.solve.search import Candidate
+from jaxauto.solve.work import launches
 from jaxauto.tables import Section, as_text, duration, share, size
 from jaxauto.targets.target import Target
 from jaxauto.undivided import undivided
@@ -130,9 +132,11 @@ def _operations(plan: Plan, best: Candidate) -> Section:
             total[name] += times * float(operation_seconds(op, model.values, state, model.mesh.sizes, model.chip, near)[0])
             count[name] += times
     b = model.buffers
-    times = [model.groups.times[p.id] if (p := model.values[int(n)].producer) else 1 for n in model.variant.origin]
-    moved = float((model.buffer_sizes(best.x) * (b.reads + b.written) * np.array(times, float)).sum())
+    moved = float((model.buffer_sizes(best.x) * (b.reads + b.written) * buffer_runs(model.variant, model.groups)).sum())
     total["fused elementwise equations: memory traffic"] = float(traffic_seconds(moved, model.chip))
+    if model.chip.launch_seconds:
+        count["starting kernels"] = launches(model.variant)
+        total["starting kernels"] = count["starting kernels"] * model.chip.launch_seconds
     compute = plan.estimate.compute_time
     ordered = sorted(total.items(), key=lambda kv: -kv[1])[:_ROWS]
     rows = [(name, str(count[name] or ""), duration(s), share(s, compute)) for name, s in ordered]

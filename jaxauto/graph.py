@@ -40,6 +40,12 @@ def multiplicity(graph: Graph) -> dict[int, int]:
     return times
 
 
+def given(graph: Graph) -> dict[int, int]:
+    """How often a step gives a loop's body each of its inputs: value id → its trips, those of the loops around it included."""
+    times = multiplicity(graph)
+    return {x: node.trips * times[node.id] for node in walk(graph) for body in node.bodies for x in body.inputs}
+
+
 class _Builder:
     def __init__(self):
         self.values: dict[int, Value] = {}

@@ -145,6 +145,11 @@ def matmul_flops(computation: Computation, i: Instruction) -> float:
     return 0.0
 
 
+def is_convolution(i: Instruction) -> bool:
+    """Whether its flops are those of a convolution; XLA:TPU writes dots as convolutions too."""
+    return i.opcode == "convolution" or (i.opcode == "custom-call" and '"__cudnn$conv' in i.attributes)
+
+
 def _dot_flops(operands: list[Shape], results: tuple[Shape, ...], contracting: str) -> float:
     dims = [int(d) for d in re.findall(r"\d+", contracting)]
     if not operands or not results or any(d >= len(operands[0].dims) for d in dims):

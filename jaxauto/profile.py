@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxauto import frontend
-from jaxauto.core import MATRIX, Graph, Literal, Node
+from jaxauto.core import MATRIX, Graph, Kind, Literal, Node
 from jaxauto.cost.compute import bytes_per_flop, ops_per_byte
 from jaxauto.cost.fusion import find_buffers
 from jaxauto.cost.layout import minor_dims, padding
@@ -300,7 +300,7 @@ class _Profiler:
     def cost(self, node: Node) -> Phase:
         """Work of one node in a step, all its runs together."""
         if node.bodies:
-            return Phase(0.0, 0.0, 0.0, None if self.chip is None else 0.0)
+            return Phase(0.0, 0.0, 0.0, None if self.chip is None else self.traffic.launching(node) * self.times[node.id])
         rule, times, share = self.rules[node.id], self.times[node.id], self.program.shares(node)
         flops = rule.flops if rule.flops is not None else float(max((self.values[o].aval.size for o in node.outputs), default=0))
         flops /= share
@@ -308,7 +308,8 @@ class _Profiler:
         bytes_ = self.traffic.bytes_(node, rule, share)
         seconds = None
         if self.chip is not None:
-            rate = self.chip.flops_efficiency * self.chip.peak_flops(_operand_dtype(node, self.values)) if matmul else math.inf
+            reached = self.chip.convolution_efficiency if rule.kind is Kind.CONV else self.chip.flops_efficiency
+            rate = reached * self.chip.peak_flops(_operand_dtype(node, self.values)) if matmul else math.inf
             seconds = self.traffic.seconds(node, rule, share, matmul / rate) * times
         return Phase(flops * times, matmul * times, bytes_ * times, seconds)
 

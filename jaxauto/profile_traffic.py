@@ -11,6 +11,7 @@ from typing import Any
 from jaxauto.core import OPERATIONS, Node, OpRule
 from jaxauto.cost.compute import ops_per_byte, traffic_seconds
 from jaxauto.cost.fusion import find_buffers
+from jaxauto.cost.launches import kernels
 from jaxauto.cost.liveness import Buffers
 from jaxauto.cost.onchip import Near, capacity
 from jaxauto.graph import walk
@@ -32,6 +33,8 @@ class Traffic:
             rates, devices = (0.0, ops_per_byte(chip)), math.prod(program.mesh.values())
             whole = find_buffers(program.graph, dict(program.rules), program.aliased, "tpu", *rates, devices=devices)
         self.moved = _by_node(program, whole, lambda _: 1.0)
+        operations = (node.id for node in walk(program.graph) if not node.bodies and program.rules[node.id].kind in OPERATIONS)
+        self.started = kernels(program.graph, whole, operations)
         placed = program.placed if on_tpu else None
         self.waited = _by_node(program, self._off_chip(placed), program.padded) if placed else self.moved
         self.near = placed.near if placed else Near()
@@ -44,7 +47,12 @@ class Traffic:
     def seconds(self, node: Node, rule: OpRule, share: float, work: float) -> float:
         """Of one run; ``work``: seconds of the matrix unit."""
         own = self._operation(node, rule, share, self.near, self.program.padded) if rule.kind in OPERATIONS else 0.0
-        return max(work, float(traffic_seconds(own, self.chip))) + float(traffic_seconds(self.waited.get(node.id, 0.0), self.chip))
+        waited = float(traffic_seconds(self.waited.get(node.id, 0.0), self.chip))
+        return max(work, float(traffic_seconds(own, self.chip))) + waited + self.launching(node)
+
+    def launching(self, node: Node) -> float:
+        """Seconds that the kernels of one run take beside their rooflines; of a loop those that copy its slices."""
+        return self.started.get(node.id, 0) * self.chip.launch_seconds if self.chip is not None else 0.0
 
     def _operation(self, node: Node, rule: OpRule, share: float, near: Near, padded: Callable[[int], float]) -> float:
         fits = capacity(self.chip) if near != Near() else 0.0

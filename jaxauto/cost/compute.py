@@ -79,7 +79,7 @@ def unsplit_seconds(node: Node, op: Operation | None, values: Mapping[int, Value
     seconds = float(traffic_seconds(sum(values[x].nbytes for x in {*node.inputs, *node.outputs} if isinstance(x, int)), chip))
     if op is None or op.rule.kind not in MATRIX:
         return seconds
-    return max(seconds, operation_flops(op) / (chip.flops_efficiency * chip.peak_flops(values[op.operands[0].value].dtype)))
+    return max(seconds, operation_flops(op) / flops_per_second(op, values, chip)) + chip.launch_seconds
 
 
 def may_be_minor(op: Operation, operand: Operand) -> tuple[int, ...]:
@@ -97,8 +97,13 @@ def operand_bytes(operand: Operand, op: Operation, values: dict, state: np.ndarr
 
 def matrix_seconds(op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any) -> np.ndarray:
     """Seconds of the matrix unit alone, for each state: ``float [states]``."""
+    return operation_flops(op) / shards(state, axis_sizes) / flops_per_second(op, values, chip)
+
+
+def flops_per_second(op: Operation, values: Mapping[int, Value], chip: Any) -> float:
+    """What the matrix unit reaches in an operation on operands of its dtype."""
     dtype = values[op.operands[0].value].dtype if op.operands else np.dtype(np.float32)
-    return operation_flops(op) / shards(state, axis_sizes) / (chip.flops_efficiency * chip.peak_flops(dtype))
+    return (chip.convolution_efficiency if op.rule.kind is Kind.CONV else chip.flops_efficiency) * chip.peak_flops(dtype)
 
 
 def operation_flops(op: Operation) -> float:

@@ -1,7 +1,7 @@
 """The referee's clock: seconds of one step read off a compiled module's schedule (jaxauto.hlo), instruction by instruction.
 
 An instruction or fusion takes ``max(flops / (e × peak of its dtype), HBM bytes / (b × bandwidth))``, loop bodies × trips, with the chip's
-efficiencies e and b (0.9 and 0.85 of every TPU).
+efficiencies e and b (0.9 and 0.85 of every TPU), on a GPU what starting a kernel takes more.
 Collectives take what the caller's ``collective_seconds`` says. Four resources run side by side within one computation:
 
 - compute, in schedule order;
@@ -23,7 +23,7 @@ from typing import Protocol
 from jaxauto.cost.traffic import COLLECTIVES, call_target, hbm_bytes, host_bytes, is_copy
 from jaxauto.hlo import Computation, HloCollective, Instruction, Module
 from jaxauto.hlo_collectives import Groups, background, continues
-from jaxauto.hlo_ops import matmul_flops
+from jaxauto.hlo_ops import is_convolution, matmul_flops
 
 _PASSES = {"highest": 6, "high": 3}  # bf16 passes of the TPU's matrix unit for one float32 dot; 1 by default
 
@@ -46,6 +46,16 @@ class Chip(Protocol):
     @property
     def bandwidth_efficiency(self) -> float:
         """Share of the bandwidth that large copies reach."""
+        ...
+
+    @property
+    def convolution_efficiency(self) -> float:
+        """Share of the peak that convolutions reach."""
+        ...
+
+    @property
+    def launch_seconds(self) -> float:
+        """Seconds of a kernel beside its roofline."""
         ...
 
     def peak_flops(self, dtype: str, /) -> float:
@@ -114,7 +124,8 @@ def _matmul_seconds(module: Module, chip: Chip, computation: Computation, i: Ins
                 named = re.search(r"operand_precision=\{(\w+)", inner.attributes)
                 dtype, passes = "bfloat16", _PASSES.get(named.group(1), 1) if named else 1
             flops += count
-            seconds += passes * count / (chip.flops_efficiency * chip.peak_flops(dtype))
+            reached = chip.convolution_efficiency if is_convolution(inner) else chip.flops_efficiency
+            seconds += passes * count / (reached * chip.peak_flops(dtype))
     return flops, seconds
 
 
@@ -174,10 +185,10 @@ class _Clock:
         for collective in self.module.collectives:
             self.inside[collective.computation].append(collective)
 
-    def run(self, name: str) -> _Spent:
+    def run(self, name: str, *, is_condition: bool = False) -> _Spent:
         """One run of a scheduled computation."""
         if name not in self.done:
-            self.done[name] = _Timeline(self, self.module.computations[name]).run()
+            self.done[name] = _Timeline(self, self.module.computations[name], is_condition).run()
         return self.done[name]
 
     def collectives_of(self, computation: Computation, i: Instruction) -> list[HloCollective]:
@@ -192,6 +203,7 @@ class _Clock:
 class _Timeline:
     clock: _Clock
     computation: Computation
+    is_condition: bool = False
     spent: _Spent = field(default_factory=_Spent)
     network_free: dict[Groups, float] = field(default_factory=dict)
     copies_free: float = 0.0  # in seconds of slack
@@ -203,14 +215,14 @@ class _Timeline:
 
     def run(self) -> _Spent:
         module = self.clock.module
-        calls: dict[str, list[tuple[str, float]]] = defaultdict(list)
+        calls: dict[str, list[tuple[str, float, bool]]] = defaultdict(list)
         for i, role, name, times in module.calls(self.computation):
             if role in ("body", "condition", "branch") or i.opcode == "call":
-                calls[i.name].append((name, times))
+                calls[i.name].append((name, times, role == "condition"))
         for i in self.computation.instructions:
             if i.name in calls:
-                for name, times in calls[i.name]:
-                    self.spent.add(self.clock.run(name), times)
+                for name, times, is_condition in calls[i.name]:
+                    self.spent.add(self.clock.run(name, is_condition=is_condition), times)
             elif is_copy(i):
                 self._copy(i)
             elif not self._await(i):
@@ -245,6 +257,8 @@ class _Timeline:
         bytes_ = hbm_bytes(self.clock.module, self.computation, i)
         memory_seconds = self._memory_seconds(bytes_)
         seconds = max(matmul_seconds, memory_seconds)
+        if seconds and not self.is_condition:  # of a loop whose trips are known the condition is not run
+            seconds += self.clock.chip.launch_seconds
         collectives = self.clock.collectives_of(self.computation, i)
         transfer = sum(self.clock.collective_seconds(c) for c in collectives)
         began = self.spent.now

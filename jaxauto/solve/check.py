@@ -23,7 +23,7 @@ from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.check_beside import brought, held_beside
 from jaxauto.solve.check_ring import padding, ring
 from jaxauto.solve.check_turns import copies
-from jaxauto.solve.check_work import roofline
+from jaxauto.solve.check_work import launched, roofline
 from jaxauto.solve.facts import crossings, read_together, spatial_dims
 from jaxauto.solve.loops import accumulated, combined, shadows
 from jaxauto.solve.model import Model
@@ -185,6 +185,8 @@ class Answer:
         for exchanged in self.halos():
             total["blocking"] += exchanged
         total["compute"] += sum(times * traffic_seconds(2 * n, self.model.chip) for n, times in copies(self))
+        if launch := self.model.chip.launch_seconds:
+            total["compute"] += launched(self) * launch
         for resource, crossing, pieces in self.crossing():
             total[resource] += crossing / pieces / self.model.chip.host_bandwidth
         for k, moved, pieces in self.traffic():
@@ -222,7 +224,8 @@ class Answer:
         """(resource, bytes over the host's link in a step, pieces) of each array that goes there and comes back."""
         rewritten, groups = self.model.variant.rewritten, self.model.groups
         times = {out: groups.times[node.id] for node in walk(groups.graph) for out in node.outputs}
-        times.update({x: node.trips for node in walk(groups.graph) for body in node.bodies for x in body.inputs})
+        loops = [node for node in walk(groups.graph) if node.bodies]
+        times.update({x: node.trips * groups.times[node.id] for node in loops for body in node.bodies for x in body.inputs})
         for resource, copy in crossings(rewritten.graph):
             number = rewritten.origin[copy]
             group, dims = groups.place[number]
@@ -395,9 +398,11 @@ class Answer:
         """(buffer, bytes that one device moves of it in a step, pieces): short-lived ones that fit stay in on-chip memory."""
         b, variant, most = self.model.buffers, self.model.variant, capacity(self.model.chip)
         values, runs = variant.rewritten.graph.values, multiplicity(variant.rewritten.graph)
+        inside = [(loop, x) for loop in walk(variant.rewritten.graph) for body in loop.bodies for x in body.inputs]
+        entered = {x: loop.trips * runs[loop.id] for loop, x in inside}
         for k, pieces, local in self.cut():
             made, written = values[int(b.ids[k])].producer, self.model.values[int(variant.origin[k])].producer
-            times = runs[made.id] if made else self.model.groups.times[written.id] if written else 1
+            times = runs[made.id] if made else self.model.groups.times[written.id] if written else entered.get(int(b.ids[k]), 1)
             spared = b.reads[k] * self.placed.reads[k] + b.written[k] * self.placed.written[k] if local <= most else 0.0
             yield k, local * float(b.reads[k] + b.written[k] - spared) * times, pieces
 

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxauto.core import Kind
+from jaxauto.core import Kind, LinkKind
 from jaxauto.cost.compute import bytes_per_flop, may_be_minor, operation_flops, traffic_seconds
+from jaxauto.cost.launches import PASSED
 from jaxauto.cost.onchip import Near, Side, capacity
+from jaxauto.graph import multiplicity, walk
 from jaxauto.groups import Operation
 from jaxauto.solve.check_ring import padding
 
@@ -33,9 +35,29 @@ def roofline(answer: Answer, op: Operation, on_chip: Near) -> float:
     if op.rule.kind not in (Kind.DOT, Kind.CONV):
         return seconds
     dtype = values[op.operands[0].value].dtype if op.operands else np.dtype(np.float32)
-    seconds = max(seconds, operation_flops(op) / split / (chip.flops_efficiency * chip.peak_flops(dtype)))
+    reached = chip.flops_efficiency if op.rule.kind is Kind.DOT else chip.convolution_efficiency
+    seconds = max(seconds, operation_flops(op) / split / (reached * chip.peak_flops(dtype)))
     side = on_chip.beside.get(op.node.id)
     return seconds if side is None else seconds + _beside(answer, op, side, split)
+
+
+def launched(answer: Answer) -> float:
+    """Kernels of a step: of operations, of arrays that fused equations write, of slices that operations read, found from there back."""
+    model, graph = answer.model, answer.model.variant.rewritten.graph
+    values, runs, b = graph.values, multiplicity(graph), model.buffers
+    ids = {node.id for _, node in model.variant.operations}
+    makers = [values[int(n)].producer for n, written in zip(b.ids, b.written, strict=True) if written]
+    total = sum(runs[i] for i in ids) + sum(runs[m.id] for m in makers if m is not None and not m.bodies and m.id not in ids)
+    stacks = {link.target: node for node in walk(graph) for link in node.links if link.kind is LinkKind.XS}
+    copied: set[int] = set()
+    for node in walk(graph):
+        for x in node.inputs if node.id in ids else ():
+            while isinstance(x, int):
+                copied |= {x} & stacks.keys()
+                made = values[x].producer
+                through = made is not None and made.prim in PASSED
+                x = made.inputs[made.outputs.index(x)] if through and made is not None else None
+    return total + sum(stacks[x].trips * runs[stacks[x].id] for x in copied)
 
 
 def _beside(answer: Answer, op: Operation, side: Side, split: int) -> float:

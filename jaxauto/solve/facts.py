@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxauto.core import Graph, Kind, Value
 from jaxauto.cost.windowed import is_view
-from jaxauto.graph import HOST, multiplicity, walk
+from jaxauto.graph import HOST, given, multiplicity, walk
 from jaxauto.groups import WHOLE, Groups, Operand, Operation
 from jaxauto.rewrite.away import fetched
 from jaxauto.rewrite.program import Rewritten
@@ -41,10 +41,11 @@ def host_traffic(variant: Variant, groups: Groups) -> dict[str, np.ndarray]:
     moved = {"prefetch": np.zeros(len(variant.buffers.ids)), "blocking": np.zeros(len(variant.buffers.ids))}
     if not variant.offloaded:
         return moved
+    entered = given(groups.graph)
     place = {number: k for k, number in enumerate(variant.buffers.ids.tolist())}
     for resource, number in crossings(variant.rewritten.graph):
         value = groups.graph.values[int(variant.origin[place[number]])]
-        times = groups.times[value.producer.id] if value.producer else trips(groups, value.id)
+        times = groups.times[value.producer.id] if value.producer else entered.get(value.id, 1)
         moved[resource][place[number]] = 2.0 * value.nbytes * times
     return moved
 
@@ -63,15 +64,17 @@ def crossings(graph: Graph) -> Iterator[tuple[str, int]]:
 
 
 def buffer_runs(variant: Variant, groups: Groups) -> np.ndarray:
-    """How often a step makes each buffer: a stack over the trips of a loop is made once for all of them."""
+    """How often a step makes each buffer, or a loop hands it on: a stack over the trips of a loop is made once for all of them."""
     runs = np.ones(len(variant.buffers.ids))
-    values, times = variant.rewritten.graph.values, multiplicity(variant.rewritten.graph)
+    values, times, entered = variant.rewritten.graph.values, multiplicity(variant.rewritten.graph), given(variant.rewritten.graph)
     for k, (number, origin) in enumerate(zip(variant.buffers.ids.tolist(), variant.origin.tolist(), strict=True)):
         node = groups.graph.values[origin].producer
         if (maker := values[number].producer) is not None:
             runs[k] = times[maker.id]
         elif node is not None:
             runs[k] = groups.times[node.id]
+        else:
+            runs[k] = entered.get(number, 1)
     return runs
 
 
@@ -113,11 +116,6 @@ def read_together(variant: Variant, weights: Set[int]) -> dict[tuple[int, int], 
             if any(user.id in backward for user in users):
                 found[op.node.id, read] = found.get((op.node.id, read), 0) + times[node.id]  # type: ignore[index]
     return found
-
-
-def trips(groups: Groups, number: int) -> int:
-    """How often a step gives a loop's body one of its inputs; 1 for what is no such input."""
-    return next((node.trips for node in walk(groups.graph) for body in node.bodies if number in body.inputs), 1)
 
 
 def _narrower(values: Mapping[int, Value], result: int, operand: int) -> bool:

@@ -9,12 +9,15 @@ import numpy as np
 
 from jaxauto.cost.compute import operation_seconds, traffic_seconds
 from jaxauto.cost.halo import SIDES
+from jaxauto.cost.launches import kernels
 from jaxauto.cost.onchip import Near, capacity
+from jaxauto.graph import multiplicity
 from jaxauto.groups import Operation
 from jaxauto.solve.facts import buffer_runs, host_traffic
 
 if TYPE_CHECKING:
     from jaxauto.solve.model import Model
+    from jaxauto.solve.remat import Variant
 
 
 def add_traffic(model: Model) -> None:
@@ -33,6 +36,20 @@ def add_traffic(model: Model) -> None:
         for resource, bytes_ in from_host.items():
             if bytes_[c]:  # the batch comes anew each step, what is offloaded goes and comes: each device gets its piece
                 model.problem.add_unary(resource, v, bytes_[c] / model.pieces[c] / chip.host_bandwidth)
+
+
+def add_launches(model: Model) -> None:
+    """Starting kernels takes as long in any state: a constant, told with the first class of buffers."""
+    if model.chip.launch_seconds and model.classes:
+        v, _ = model.classes[0]
+        seconds = model.chip.launch_seconds * launches(model.variant)
+        model.problem.add_unary("compute", v, np.full(len(model.states[v]), seconds))
+
+
+def launches(variant: Variant) -> int:
+    """Kernels that a step starts."""
+    graph, runs = variant.rewritten.graph, multiplicity(variant.rewritten.graph)
+    return sum(n * runs[i] for i, n in kernels(graph, variant.buffers, (node.id for _, node in variant.operations)).items())
 
 
 def _spared(model: Model, runs: np.ndarray) -> dict[int, np.ndarray]:

@@ -110,6 +110,16 @@ class Chip:
         return self._value("flops_efficiency")
 
     @property
+    def convolution_efficiency(self) -> float:
+        """Fraction of the peak that a convolution reaches; where it has no figure of its own that of a matmul."""
+        return self._value("convolution_efficiency" if "convolution_efficiency" in self.numbers else "flops_efficiency")
+
+    @property
+    def launch_seconds(self) -> float:
+        """Seconds that a kernel takes beside its roofline; 0 where a step is one program."""
+        return self._value("launch_seconds") if "launch_seconds" in self.numbers else 0.0
+
+    @property
     def bandwidth_efficiency(self) -> float:
         """Fraction of the HBM bandwidth that a big copy reaches."""
         return self._value("bandwidth_efficiency")

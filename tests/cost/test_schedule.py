@@ -18,7 +18,9 @@ class Chip:
     flops: float
     hbm_bandwidth: float
     flops_efficiency: float = 0.9
+    convolution_efficiency: float = 0.9
     bandwidth_efficiency: float = 0.85
+    launch_seconds: float = 0.0
 
     def peak_flops(self, dtype: str) -> float:
         return self.flops * {"bfloat16": 1, "float32": 0.5, "float8_e4m3fn": 2, "int8": 2}[dtype]

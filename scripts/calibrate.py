@@ -1,0 +1,391 @@
+"""Fits a GPU's efficiencies to programs timed on it: python scripts/calibrate.py [--measure] [--only …] [--out results/calibration_h200.json]
+
+With --measure, on the GPU: each program of ``PROGRAMS`` (matrix products, convolutions, attention, memory-bound operations, loops of small
+ones; none of a benchmark's models) is compiled, timed and noted. Without, anywhere: the four numbers of the chip that no datasheet tells
+(``TOLD_BY``) are fitted so that the planner's estimate of the programs that tell of them is nearest to what was timed (least mean of
+absolute logarithms). They stand in jaxauto/targets/chips.py, marked "fitted".
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from scipy.optimize import minimize_scalar
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import on_device  # noqa: E402
+
+import jaxauto  # noqa: E402
+from jaxauto.targets import CHIPS  # noqa: E402
+
+RESULTS = HERE / "results"
+F32, BF16 = jnp.float32, jnp.bfloat16
+# A number of the chip, and how the names of the programs begin that it is fitted to; the others (attention, dropout, prefixes) check it.
+TOLD_BY = {
+    "launch_seconds": ("scanned", "counted", "small"),
+    "flops_efficiency": ("products", "weight gradients"),
+    "convolution_efficiency": ("convolution",),
+    "bandwidth_efficiency": ("elementwise", "gelu", "layer norm", "cross entropy", "adam", "turned", "summed", "embedding"),
+}
+
+
+def _like(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def products(rows: int, width: int, hidden: int, dtype: Any, pairs: int = 8) -> tuple[Callable, tuple]:
+    """A chain of matrix products (rows, width) x (width, hidden) x (hidden, width) …"""
+
+    def chain(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        for _ in range(pairs):
+            x = (x @ up) @ down
+        return x
+
+    return chain, (_like(dtype, rows, width), _like(dtype, width, hidden), _like(dtype, hidden, width))
+
+
+def weight_gradients(rows: int, width: int, hidden: int, dtype: Any, count: int = 4) -> tuple[Callable, tuple]:
+    """Products that contract over rows, as a weight's gradient does, in float32."""
+
+    def grads(xs: jax.Array, ys: jax.Array) -> list[jax.Array]:
+        return [jnp.einsum("tk,tn->kn", x, y, preferred_element_type=F32) for x, y in zip(xs, ys, strict=True)]
+
+    return grads, ([_like(dtype, rows, width)] * count, [_like(dtype, rows, hidden)] * count)
+
+
+def attend(batch: int, heads: int, length: int, size: int, dtype: Any) -> tuple[Callable, tuple]:
+    """Softmax attention and its gradients."""
+
+    def mixed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        scores = jnp.einsum("blhd,bmhd->bhlm", q, k, preferred_element_type=F32) * size**-0.5
+        return jnp.einsum("bhlm,bmhd->blhd", jax.nn.softmax(scores).astype(q.dtype), v).astype(F32).sum()
+
+    return jax.grad(mixed, argnums=(0, 1, 2)), (_like(dtype, batch, length, heads, size),) * 3
+
+
+def convolve(batch: int, side: int, channels: int, dtype: Any, depth: int = 3) -> tuple[Callable, tuple]:
+    """3 x 3 convolutions one after the other, and the gradients of their kernels and of the image."""
+
+    def loss(kernels: list, x: jax.Array) -> jax.Array:
+        for kernel in kernels:
+            x = jax.nn.relu(lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
+        return jnp.square(x.astype(F32)).sum()
+
+    kernels = [_like(dtype, 3, 3, channels, channels)] * depth
+    return jax.grad(loss, argnums=(0, 1)), (kernels, _like(dtype, batch, side, side, channels))
+
+
+def elementwise(size: int, dtype: Any, count: int = 1) -> tuple[Callable, tuple]:
+    """Reads two arrays of ``size`` elements and writes one, ``count`` times."""
+    return lambda xs, ys: [x * 0.5 + y for x, y in zip(xs, ys, strict=True)], ([_like(dtype, size)] * count,) * 2
+
+
+def gelu(rows: int, width: int, dtype: Any) -> tuple[Callable, tuple]:
+    return jax.grad(lambda x, y: (jax.nn.gelu(x) * y).astype(F32).sum(), argnums=(0, 1)), (_like(dtype, rows, width),) * 2
+
+
+def layer_norm(rows: int, width: int, dtype: Any) -> tuple[Callable, tuple]:
+    """With the gradients of its input and scale."""
+
+    def loss(scale: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+        wide = x.astype(F32)
+        wide -= wide.mean(-1, keepdims=True)
+        return ((wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-6) * scale).astype(dtype) * y).astype(F32).sum()
+
+    return jax.grad(loss, argnums=(0, 1)), (_like(F32, width), _like(dtype, rows, width), _like(dtype, rows, width))
+
+
+def cross_entropy(rows: int, classes: int) -> tuple[Callable, tuple]:
+    def loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits.astype(F32)), labels[:, None], axis=-1).mean()
+
+    return jax.value_and_grad(loss), (_like(BF16, rows, classes), _like(jnp.int32, rows))
+
+
+def adam(size: int) -> tuple[Callable, tuple]:
+    def update(p: jax.Array, m: jax.Array, nu: jax.Array, g: jax.Array) -> tuple:
+        m, nu = 0.9 * m + 0.1 * g, 0.999 * nu + 0.001 * g * g
+        return p - 1e-3 * m / (jnp.sqrt(jnp.abs(nu)) + 1e-8), m, nu
+
+    return update, (_like(F32, size),) * 4
+
+
+def turned(batch: int, length: int, heads: int, size: int) -> tuple[Callable, tuple]:
+    return lambda x: jnp.transpose(x, (0, 2, 1, 3)), (_like(BF16, batch, length, heads, size),)
+
+
+def summed(rows: int, width: int, axis: int) -> tuple[Callable, tuple]:
+    return lambda x: jnp.square(x).sum(axis), (_like(F32, rows, width),)
+
+
+def embedding(rows: int, width: int, tokens: int) -> tuple[Callable, tuple]:
+    """A table's rows looked up, and the gradient of the table."""
+
+    def loss(params: dict, ids: jax.Array, y: jax.Array) -> jax.Array:
+        return (params["table"].astype(BF16)[ids] * y).astype(F32).sum()
+
+    return jax.grad(loss, argnums=(0, 2)), ({"table": _like(F32, rows, width)}, _like(jnp.int32, tokens), _like(BF16, tokens, width))
+
+
+def dropout(size: int) -> tuple[Callable, tuple]:
+    def drop(x: jax.Array, seed: jax.Array) -> jax.Array:
+        return jnp.where(jax.random.bernoulli(jax.random.key(seed), 0.9, x.shape), x / 0.9, 0)
+
+    return drop, (_like(BF16, size), _like(jnp.int32))
+
+
+def scanned(length: int, batch: int, width: int) -> tuple[Callable, tuple]:
+    """A recurrent layer: small kernels in a loop."""
+
+    def run(w: jax.Array, x: jax.Array, xs: jax.Array) -> tuple:
+        return lax.scan(lambda x, now: (jnp.tanh(x @ w + now),) * 2, x, xs)
+
+    return run, (_like(BF16, width, width), _like(BF16, batch, width), _like(BF16, length, batch, width))
+
+
+def gated(length: int, batch: int, width: int) -> tuple[Callable, tuple]:
+    """A gated recurrent layer and its gradients: small kernels in two loops."""
+
+    def loss(w: jax.Array, u: jax.Array, x: jax.Array, xs: jax.Array) -> jax.Array:
+        def cell(x: jax.Array, now: jax.Array) -> tuple:
+            keep, new = jnp.split(now @ u + x @ w, 2, axis=-1)
+            keep = jax.nn.sigmoid(keep)
+            x = keep * x + (1 - keep) * jnp.tanh(new)
+            return x, x
+
+        return jnp.square(lax.scan(cell, x, xs)[1].astype(F32)).mean()
+
+    matrix = _like(BF16, width, 2 * width)
+    return jax.grad(loss, argnums=(0, 1)), (matrix, matrix, _like(BF16, batch, width), _like(BF16, length, batch, width))
+
+
+def layers(count: int, rows: int, width: int, hidden: int) -> tuple[Callable, tuple]:
+    """Narrow residual layers in a scan, and their gradients."""
+
+    def loss(params: tuple, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, ws: tuple) -> tuple:
+            scaled = x * lax.rsqrt(jnp.square(x.astype(F32)).mean(-1, keepdims=True) + 1e-6).astype(x.dtype)
+            return x + jax.nn.gelu(scaled @ ws[0].astype(BF16)) @ ws[1].astype(BF16), None
+
+        return jnp.square(lax.scan(layer, x, params)[0].astype(F32)).mean()
+
+    return jax.grad(loss), ((_like(F32, count, width, hidden), _like(F32, count, hidden, width)), _like(BF16, rows, width))
+
+
+def counted(trips: int, size: int) -> tuple[Callable, tuple]:
+    """One elementwise kernel in a loop."""
+    return lambda x: lax.fori_loop(0, trips, lambda _, x: jnp.sin(x), x), (_like(F32, size),)
+
+
+def small(count: int, width: int) -> tuple[Callable, tuple]:
+    """A chain of small products, unrolled."""
+
+    def chain(x: jax.Array, w: jax.Array) -> jax.Array:
+        for _ in range(count):
+            x = jnp.tanh(x @ w)
+        return x
+
+    return chain, (_like(BF16, width, width),) * 2
+
+
+def prefixes(batch: int, length: int, width: int) -> tuple[Callable, tuple]:
+    """A linear recurrence by an associative scan."""
+
+    def after(left: tuple, right: tuple) -> tuple:
+        return left[0] * right[0], left[1] * right[0] + right[1]
+
+    return lambda a, b: lax.associative_scan(after, (a, b), axis=1)[1], (_like(F32, batch, length, width),) * 2
+
+
+PROGRAMS: dict[str, Callable[[], tuple[Callable, tuple]]] = {
+    **{
+        f"products {'x'.join(map(str, shape))} {jnp.dtype(dtype).name}": lambda s=shape, d=dtype: products(*s, d)
+        for shape, dtype in (
+            ((2048, 2048, 2048), BF16),
+            ((8192, 1024, 4096), BF16),
+            ((16384, 512, 2048), BF16),
+            ((8192, 768, 3072), BF16),
+            ((8192, 4096, 4096), BF16),
+            ((8192, 8192, 8192), BF16),
+            ((65536, 256, 256), BF16),
+            ((4096, 1024, 32768), BF16),
+            ((8192, 1024, 4096), F32),
+            ((4096, 4096, 4096), F32),
+        )
+    },
+    "weight gradients 8192x1024x4096": lambda: weight_gradients(8192, 1024, 4096, BF16),
+    "weight gradients 16384x512x2048": lambda: weight_gradients(16384, 512, 2048, BF16),
+    "weight gradients 65536x2048x2048": lambda: weight_gradients(65536, 2048, 2048, BF16),
+    "attention 8x16x1024x64": lambda: attend(8, 16, 1024, 64, BF16),
+    "attention 32x12x512x64": lambda: attend(32, 12, 512, 64, BF16),
+    "attention 4x32x2048x128": lambda: attend(4, 32, 2048, 128, BF16),
+    "convolution 16x128x128x64 bfloat16": lambda: convolve(16, 128, 64, BF16),
+    "convolution 32x32x32x256 bfloat16": lambda: convolve(32, 32, 256, BF16),
+    "convolution 64x16x16x512 bfloat16": lambda: convolve(64, 16, 512, BF16),
+    "convolution 16x64x64x128 float32": lambda: convolve(16, 64, 128, F32),
+    "elementwise 1G bfloat16": lambda: elementwise(2**30, BF16),
+    "elementwise 256M float32": lambda: elementwise(2**28, F32),
+    "elementwise 64 x 16M float32": lambda: elementwise(2**24, F32, 64),
+    "elementwise 64 x 1M float32": lambda: elementwise(2**20, F32, 64),
+    "gelu 8192x16384": lambda: gelu(8192, 16384, BF16),
+    "layer norm 16384x1024": lambda: layer_norm(16384, 1024, BF16),
+    "layer norm 32768x4096": lambda: layer_norm(32768, 4096, BF16),
+    "cross entropy 8192x32000": lambda: cross_entropy(8192, 32000),
+    "adam 256M": lambda: adam(2**28),
+    "turned 32x1024x32x64": lambda: turned(32, 1024, 32, 64),
+    "summed rows 32768x8192": lambda: summed(32768, 8192, 1),
+    "summed columns 32768x8192": lambda: summed(32768, 8192, 0),
+    "embedding 32000x1024x16384": lambda: embedding(32000, 1024, 16384),
+    "dropout 256M": lambda: dropout(2**28),
+    "scanned 512x64x1024": lambda: scanned(512, 64, 1024),
+    "scanned 256x256x2048": lambda: scanned(256, 256, 2048),
+    "scanned gates 256x64x512": lambda: gated(256, 64, 512),
+    "scanned gates 128x256x1024": lambda: gated(128, 256, 1024),
+    "scanned layers 48x1024x256x1024": lambda: layers(48, 1024, 256, 1024),
+    "scanned layers 48x4096x512x2048": lambda: layers(48, 4096, 512, 2048),
+    "counted 1000x4096": lambda: counted(1000, 4096),
+    "counted 200x64M": lambda: counted(200, 2**26),
+    "small 200x256": lambda: small(200, 256),
+    "small 100x1024": lambda: small(100, 1024),
+    "prefixes 8x512x2048": lambda: prefixes(8, 512, 2048),
+}
+
+
+# -------------------------------------------------------------------------------------------------------------- measured
+
+
+def planned(name: str, target: Any = None) -> jaxauto.Plan:
+    """The program as a user would plan it for one device, nothing recomputed, nothing donated."""
+    step, args = PROGRAMS[name]()
+    return jaxauto.plan(step, *args, target=target, mesh={"data": 1}, remat="off", donate_argnums=(), certify=False, progress=False)
+
+
+def measure(names: list[str], out: Path, threads: int) -> None:
+    """Compiles all, then times one after the other; writes after each."""
+    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    found["machine"] = on_device.machine()
+    with ThreadPoolExecutor(threads) as pool:
+        plans = {name: planned(name) for name in names}
+        lowered = {name: plan.lower() for name, plan in plans.items()}
+        waiting = {name: pool.submit(low.compile) for name, low in lowered.items()}
+        compiled = {name: future.result() for name, future in waiting.items()}
+    for name in names:
+        args = jax.tree.leaves(on_device.concrete(PROGRAMS[name]()[1]))
+        call = lambda run=compiled[name], args=args: run(*args)  # noqa: E731
+        seconds = on_device.seconds_of(call)
+        kernels = on_device.kernels_of(call)
+        row = {"seconds": seconds, "kernels": on_device.runs(kernels), "kernel seconds": on_device.total(kernels)}
+        found.setdefault("programs", {})[name] = row
+        estimated = plans[name].estimate.compute_time * 1e3
+        print(f"{name}: {np.median(seconds) * 1e3:.3f} ms, {row['kernels']} kernels, estimated {estimated:.3f}", flush=True)
+        out.write_text(json.dumps(found, indent=1) + "\n")
+        del args, call
+
+
+# ---------------------------------------------------------------------------------------------------------------- fitted
+
+
+def told(name: str, target: jaxauto.Target) -> float:
+    """Seconds on the device; that the arguments of such a program come from the host, as a batch does, is left out."""
+    return planned(name, target).estimate.compute_time
+
+
+def with_numbers(target: str, values: Mapping[str, float]) -> jaxauto.Target:
+    """The target, its chip with other numbers."""
+    changed = jaxauto.Target(target)
+    numbers = {name: dataclasses.replace(changed.chip.numbers[name], value=x) for name, x in values.items()}
+    changed.chip = dataclasses.replace(changed.chip, numbers={**changed.chip.numbers, **numbers})
+    return changed
+
+
+def errors(measured: Mapping[str, float], target: jaxauto.Target) -> dict[str, float]:
+    """Program → logarithm of estimated over timed."""
+    return {name: float(np.log(told(name, target) / seconds)) for name, seconds in measured.items()}
+
+
+def fit(found: Mapping[str, Any], target: str) -> dict[str, float]:
+    """Each number by the programs that tell of it, ``TOLD_BY``: the least mean of the errors' sizes, the others held; to two digits.
+
+    A kernel's start is charged to the kernels that were seen, so that what the planner miscounts of them is not made up for.
+    """
+    measured = timed(found)
+    values = {name: jaxauto.Target(target).chip.numbers[name].value for name in TOLD_BY}
+    for _ in range(2):
+        for number, kinds in TOLD_BY.items():
+            own = {name: seconds for name, seconds in measured.items() if name.startswith(kinds)}
+
+            def cost(scale: float, number: str = number, own: Mapping[str, float] = own) -> float:
+                tried = {**values, number: values[number] * scale}
+                on = with_numbers(target, {**tried, "launch_seconds": 0.0})
+                starts = [tried["launch_seconds"] * found["programs"][name]["kernels"] for name in own]
+                seconds = [told(name, on) + start for name, start in zip(own, starts, strict=True)]
+                return float(np.mean(np.abs(np.log(np.array(seconds) / list(own.values())))))
+
+            best = minimize_scalar(cost, bounds=(0.5, 2.0), method="bounded", options={"maxiter": 20, "xatol": 5e-3})
+            values[number] = float(f"{values[number] * best.x:.2g}")
+    return values
+
+
+def report(found: Mapping[str, Any], target: str, values: Mapping[str, float]) -> str:
+    """results/calibration.md"""
+    measured = timed(found)
+    machine = found["machine"]
+    lines = [f"# What a GPU reaches: {machine['kind']}", "", f"Made by scripts/calibrate.py; jax {machine['jax']}.", ""]
+    lines += ["| number | fitted here | in chips.py |", "|---|---|---|"]
+    chip = jaxauto.Target(target).chip
+    lines += [f"| {name} | {x:.3g} | {chip.numbers[name].value:.3g} |" for name, x in values.items()]
+    now, fitted = errors(measured, jaxauto.Target(target)), errors(measured, with_numbers(target, values))
+    for text, of in (("with the numbers of chips.py", now), ("with those fitted here", fitted)):
+        size = np.abs(np.expm1(list(of.values())))
+        lines += ["", f"Error {text}: median {np.median(size):.1%}, 90th percentile {np.percentile(size, 90):.1%}."]
+    lines += ["", "| program | ms | kernels | estimated by chips.py | error |", "|---|---|---|---|---|"]
+    for name, seconds in measured.items():
+        runs = found["programs"][name]["kernels"]
+        lines.append(f"| {name} | {seconds * 1e3:.3f} | {runs} | {seconds * np.exp(now[name]) * 1e3:.3f} | {np.expm1(now[name]):+.0%} |")
+    return "\n".join(lines) + "\n"
+
+
+def timed(found: Mapping[str, Any]) -> dict[str, float]:
+    """Program → seconds: the median round."""
+    return {name: float(np.median(row["seconds"])) for name, row in found["programs"].items() if name in PROGRAMS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", action="store_true", help="time the programs on the GPU of this machine")
+    parser.add_argument("--only", default="", help="programs whose name holds one of these, parted by commas")
+    parser.add_argument("--threads", type=int, default=4, help="that compile")
+    parser.add_argument("--out", type=Path, default=RESULTS / "calibration_h200.json")
+    options = parser.parse_args()
+    names = [name for name in PROGRAMS if any(part in name for part in options.only.split(","))]
+    if options.measure:
+        measure(names, options.out, options.threads)
+        return
+    found = json.loads(options.out.read_text())
+    target = f"{resolve_kind(found['machine']['kind'])}:1"
+    values = fit(found, target)
+    text = report(found, target, values)
+    options.out.with_suffix(".md").write_text(text)
+    print(text)
+
+
+def resolve_kind(kind: str) -> str:
+    """The chip that JAX calls so."""
+    return next(chip.name for chip in CHIPS.values() if any(kind.lower().startswith(k) for k in chip.device_kind))
+
+
+if __name__ == "__main__":
+    main()
