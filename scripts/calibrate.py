@@ -1,4 +1,4 @@
-"""Fits a GPU's efficiencies to programs timed on it: python scripts/calibrate.py [--measure] [--only …] [--out results/calibration_h200.json]
+"""Fits a GPU's efficiencies to programs timed on it: python scripts/calibrate.py [--measure] [--only …] [--out FILE]
 
 With --measure, on the GPU: each program of ``PROGRAMS`` (matrix products, convolutions, attention, memory-bound operations, loops of small
 ones; none of a benchmark's models) is compiled, timed and noted. Without, anywhere: the four numbers of the chip that no datasheet tells
