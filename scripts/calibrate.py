@@ -33,7 +33,7 @@ from jaxauto.targets import CHIPS  # noqa: E402
 
 RESULTS = HERE / "results"
 F32, BF16 = jnp.float32, jnp.bfloat16
-# A number of the chip, and how the names of the programs begin that it is fitted to; the others (attention, dropout, prefixes) check it.
+# A number of the chip, and how the names of the programs begin that it is fitted to; the others (attention, dropout, prefixes …) check it.
 TOLD_BY = {
     "launch_seconds": ("scanned", "counted", "small"),
     "flops_efficiency": ("products", "weight gradients"),
@@ -86,6 +86,17 @@ def convolve(batch: int, side: int, channels: int, dtype: Any, depth: int = 3) -
 
     kernels = [_like(dtype, 3, 3, channels, channels)] * depth
     return jax.grad(loss, argnums=(0, 1)), (kernels, _like(dtype, batch, side, side, channels))
+
+
+def depthwise(batch: int, length: int, channels: int, taps: int = 4) -> tuple[Callable, tuple]:
+    """A causal convolution of each channel by itself, and its gradients."""
+
+    def loss(kernel: jax.Array, x: jax.Array) -> jax.Array:
+        dims = ("NWC", "WIO", "NWC")
+        made = lax.conv_general_dilated(x, kernel, (1,), [(taps - 1, 0)], dimension_numbers=dims, feature_group_count=channels)
+        return jnp.square(made.astype(F32)).sum()
+
+    return jax.grad(loss, argnums=(0, 1)), (_like(BF16, taps, 1, channels), _like(BF16, batch, length, channels))
 
 
 def elementwise(size: int, dtype: Any, count: int = 1) -> tuple[Callable, tuple]:
@@ -236,6 +247,8 @@ PROGRAMS: dict[str, Callable[[], tuple[Callable, tuple]]] = {
     "convolution 32x32x32x256 bfloat16": lambda: convolve(32, 32, 256, BF16),
     "convolution 64x16x16x512 bfloat16": lambda: convolve(64, 16, 512, BF16),
     "convolution 16x64x64x128 float32": lambda: convolve(16, 64, 128, F32),
+    "depthwise 16x1024x1024": lambda: depthwise(16, 1024, 1024),
+    "depthwise 4x4096x4096": lambda: depthwise(4, 4096, 4096),
     "elementwise 1G bfloat16": lambda: elementwise(2**30, BF16),
     "elementwise 256M float32": lambda: elementwise(2**28, F32),
     "elementwise 64 x 16M float32": lambda: elementwise(2**24, F32, 64),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -16,9 +17,9 @@ import numpy as np
 WARM_UP, ROUNDS, ROUND_SECONDS, MOST_CALLS = 3, 5, 0.3, 200
 
 
-def concrete(avals: Any, seed: int = 0) -> Any:
+def concrete(avals: Any, below: Mapping[str, int] = MappingProxyType({}), seed: int = 0) -> Any:
     """Arrays for a pytree of ShapeDtypeStructs: floats 0.02 x normal (their squares where the path says so: Adam's ``nu``), scalars zero,
-    integers below the rows of the table that they look up (named embed or table), below 256 where there is none."""
+    integers ``below`` what is given for their path, else the rows of the table that they look up (named embed or table), else 256."""
     rows = [x.shape[0] for path, x in jax.tree_util.tree_leaves_with_path(avals) if _table(jax.tree_util.keystr(path)) and x.ndim == 2]
     high = min(rows, default=256)
 
@@ -30,7 +31,7 @@ def concrete(avals: Any, seed: int = 0) -> Any:
             return _normal(key, aval.shape, jnp.dtype(aval.dtype).name, "nu" in jax.tree_util.keystr(path))
         if aval.dtype == jnp.bool_:
             return jnp.ones(aval.shape, bool)
-        return jax.random.randint(key, aval.shape, 0, high).astype(aval.dtype)
+        return jax.random.randint(key, aval.shape, 0, below.get(jax.tree_util.keystr(path), high)).astype(aval.dtype)
 
     leaves, tree = jax.tree_util.tree_flatten_with_path(avals)
     return jax.tree_util.tree_unflatten(tree, [leaf(path, k, aval) for k, (path, aval) in enumerate(leaves)])
