@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from jaxauto.core import OPERATIONS, Node, OpRule
+from jaxauto.core import OPERATIONS, Kind, Node, OpRule
 from jaxauto.cost.compute import ops_per_byte, traffic_seconds
 from jaxauto.cost.fusion import find_buffers
 from jaxauto.cost.launches import kernels
@@ -46,7 +46,8 @@ class Traffic:
 
     def seconds(self, node: Node, rule: OpRule, share: float, work: float) -> float:
         """Of one run; ``work``: seconds of the matrix unit."""
-        own = self._operation(node, rule, share, self.near, self.program.padded) if rule.kind in OPERATIONS else 0.0
+        writes = self.chip.dot_writes if rule.kind is Kind.DOT else 1.0
+        own = self._operation(node, rule, share, self.near, self.program.padded, writes) if rule.kind in OPERATIONS else 0.0
         waited = float(traffic_seconds(self.waited.get(node.id, 0.0), self.chip))
         return max(work, float(traffic_seconds(own, self.chip))) + waited + self.launching(node)
 
@@ -54,11 +55,12 @@ class Traffic:
         """Seconds that the kernels of one run take beside their rooflines; of a loop those that copy its slices."""
         return self.started.get(node.id, 0) * self.chip.launch_seconds if self.chip is not None else 0.0
 
-    def _operation(self, node: Node, rule: OpRule, share: float, near: Near, padded: Callable[[int], float]) -> float:
+    def _operation(self, node: Node, rule: OpRule, share: float, near: Near, padded: Callable[[int], float], writes: float = 1.0) -> float:
+        """``writes``: what a byte of a result counts as."""
         fits = capacity(self.chip) if near != Near() else 0.0
         arrays = (*((x, near.read) for x in node.inputs), *((x, near.written) for x in node.outputs))
         far = [x for x, known in arrays if isinstance(x, int) and known.get((node.id, x), math.inf) / self.program.pieces(x) > fits]
-        whole = sum(self.values[x].nbytes / self.program.pieces(x) * padded(x) for x in far)
+        whole = sum(self.values[x].nbytes / self.program.pieces(x) * padded(x) * (writes if x in node.outputs else 1.0) for x in far)
         return whole if rule.bytes_ is None else min(whole, rule.bytes_ / share)
 
     def _off_chip(self, placed: Any) -> Buffers:

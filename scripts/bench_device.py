@@ -161,6 +161,7 @@ def summary(found: dict[str, Any]) -> str:
     rows = {(m, s): found[m][s] for m in models for s in SETTINGS if "median" in found[m].get(s, {})}
     for title, pairs in (
         ("Step time", [(r["told"]["seconds"], r["median"]) for r in rows.values()]),
+        ("Step time as estimated before they were run", [(r.get("told first", r["told"])["seconds"], r["median"]) for r in rows.values()]),
         ("Memory", [(r["told"]["bytes"], needed(r)) for r in rows.values()]),
     ):
         error = np.array([told / seen - 1 for told, seen in pairs])
@@ -205,10 +206,21 @@ def _line(name: str, row: dict, *, told: bool) -> str:
     return f"| {name} | {' | '.join(cells)} | {row['kernels'] or ''} |"
 
 
+def tell_again(model: str, old: Path, new: Path, found: dict[str, Any]) -> None:
+    """What today's code estimates of the plans that were run, where it makes them again; the first estimate is kept beside it."""
+    for setting in SETTINGS:
+        run, made = (json.loads(file_of(folder, model, setting).read_text()) for folder in (old, new))
+        if run["decisions"] == made["decisions"]:
+            row, estimate = found[model][setting], made["estimate"]
+            row.setdefault("told first", row["told"])
+            row["told"] = {"seconds": estimate["step_time"], "bytes": estimate["peak_memory"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", type=Path, help="make the plans and keep them in this folder")
     parser.add_argument("--measure", type=Path, help="run the plans of this folder on the GPU of this machine")
+    parser.add_argument("--again", type=Path, nargs=2, help="folders of the plans that were run and of today's: note today's estimates")
     parser.add_argument("--only", default="", help="models whose name holds one of these, parted by commas")
     parser.add_argument("--trace", action="store_true", help="note each kernel, and the compiled programs beside --out")
     parser.add_argument("--out", type=Path, default=RESULTS / "device.json")
@@ -223,6 +235,9 @@ def main() -> None:
                 plan.save(str(file_of(options.plan, model, setting)))
                 told = plan.estimate
                 print(f"{model}, {setting}: {told.step_time * 1e3:.2f} ms, {told.peak_memory / 2**20:.0f} MiB", flush=True)
+        if options.again:
+            tell_again(model, *options.again, found)
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
         if options.measure:
             found["machine"] = on_device.machine()
             found[model] = measure(model, options.measure, texts, traced=options.trace)

@@ -1,7 +1,7 @@
 """Fits a GPU's efficiencies to programs timed on it: python scripts/calibrate.py [--measure] [--only …] [--out FILE]
 
 With --measure, on the GPU: each program of ``PROGRAMS`` (matrix products, convolutions, attention, memory-bound operations, loops of small
-ones; none of a benchmark's models) is compiled, timed and noted. Without, anywhere: the four numbers of the chip that no datasheet tells
+ones; none of a benchmark's models) is compiled, timed and noted. Without, anywhere: the five numbers of the chip that no datasheet tells
 (``TOLD_BY``) are fitted so that the planner's estimate of the programs that tell of them is nearest to what was timed (least mean of
 absolute logarithms). They stand in jaxauto/targets/chips.py, marked "fitted".
 """
@@ -33,11 +33,12 @@ from jaxauto.targets import CHIPS  # noqa: E402
 
 RESULTS = HERE / "results"
 F32, BF16 = jnp.float32, jnp.bfloat16
-# A number of the chip, and how the names of the programs begin that it is fitted to; the others (attention, dropout, prefixes …) check it.
+# A number of the chip, and how the names of the programs begin that it is fitted to; the others (dropout, prefixes …) check it.
 TOLD_BY = {
     "launch_seconds": ("scanned", "counted", "small"),
     "flops_efficiency": ("products", "weight gradients"),
     "convolution_efficiency": ("convolution",),
+    "dot_writes": ("attention", "products 65536"),
     "bandwidth_efficiency": ("elementwise", "gelu", "layer norm", "cross entropy", "adam", "turned", "summed", "embedding"),
 }
 

@@ -46,11 +46,11 @@ def operation_seconds(
     Returns:
       ``float [states]``.
     """
-    bytes_ = np.zeros(len(state))
-    for o, known in (*((o, near.read) for o in op.operands), *((o, near.written) for o in op.results)):
+    bytes_, writes = np.zeros(len(state)), written_as(op, chip)
+    for o, known, times in (*((o, near.read, 1.0) for o in op.operands), *((o, near.written, writes) for o in op.results)):
         pieces = shards(project(state, factor_dims(op, o)), axis_sizes)
         far = known[op.node.id, o.value] / pieces > capacity(chip) if (op.node.id, o.value) in known else True
-        bytes_ += operand_bytes(o, op, values, state, axis_sizes, chip) * far
+        bytes_ += times * operand_bytes(o, op, values, state, axis_sizes, chip) * far
     if op.rule.bytes_ is not None:  # a gather touches the rows it reads, not the table
         bytes_ = np.minimum(bytes_, op.rule.bytes_ / shards(state, axis_sizes))
     seconds = traffic_seconds(bytes_, chip)
@@ -76,10 +76,18 @@ def _beside_seconds(side: Side, op: Operation, values: dict, state: np.ndarray, 
 
 def unsplit_seconds(node: Node, op: Operation | None, values: Mapping[int, Value], chip: Any) -> float:
     """Seconds of one run of a whole node, ``op`` if it is an operation: a roofline."""
-    seconds = float(traffic_seconds(sum(values[x].nbytes for x in {*node.inputs, *node.outputs} if isinstance(x, int)), chip))
+    moved = sum(values[x].nbytes for x in {*node.inputs, *node.outputs} if isinstance(x, int))
+    if op is not None:
+        moved += (written_as(op, chip) - 1) * sum(values[x].nbytes for x in node.outputs)
+    seconds = float(traffic_seconds(moved, chip))
     if op is None or op.rule.kind not in MATRIX:
         return seconds
     return max(seconds, operation_flops(op) / flops_per_second(op, values, chip)) + chip.launch_seconds
+
+
+def written_as(op: Operation, chip: Any) -> float:
+    """How many bytes one byte of a result counts as."""
+    return chip.dot_writes if op.rule.kind is Kind.DOT else 1.0
 
 
 def may_be_minor(op: Operation, operand: Operand) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from jaxauto.cost.traffic import COLLECTIVES, call_target, hbm_bytes, host_bytes, is_copy
+from jaxauto.cost.traffic import COLLECTIVES, call_target, hbm_bytes, host_bytes, is_copy, results
 from jaxauto.hlo import Computation, HloCollective, Instruction, Module
 from jaxauto.hlo_collectives import Groups, background, continues
 from jaxauto.hlo_ops import is_convolution, matmul_flops
@@ -51,6 +51,11 @@ class Chip(Protocol):
     @property
     def convolution_efficiency(self) -> float:
         """Share of the peak that convolutions reach."""
+        ...
+
+    @property
+    def dot_writes(self) -> float:
+        """What a byte of a dot's result counts as."""
         ...
 
     @property
@@ -255,7 +260,8 @@ class _Timeline:
         """Compute and collectives of one instruction; they overlap if it holds both."""
         flops, matmul_seconds = _matmul_seconds(self.clock.module, self.clock.chip, self.computation, i)
         bytes_ = hbm_bytes(self.clock.module, self.computation, i)
-        memory_seconds = self._memory_seconds(bytes_)
+        more = self.clock.chip.dot_writes - 1 if flops and not self._convolves(i) else 0.0
+        memory_seconds = self._memory_seconds(bytes_ + more * sum(s.padded_bytes for s in results(i)))
         seconds = max(matmul_seconds, memory_seconds)
         if seconds and not self.is_condition:  # of a loop whose trips are known the condition is not run
             seconds += self.clock.chip.launch_seconds
@@ -275,6 +281,9 @@ class _Timeline:
             self.arrivals[self._key(i)] = end, i
         else:
             self._wait(i, end)
+
+    def _convolves(self, i: Instruction) -> bool:
+        return any(is_convolution(inner) for _, inner in _within(self.clock.module, self.computation, i))
 
     def _await(self, i: Instruction) -> bool:
         """Waits at the ``done`` of something that was started; False if the instruction is no such thing."""

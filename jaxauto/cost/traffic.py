@@ -15,6 +15,7 @@ _FREE = frozenset(
 FREE_CALLS = frozenset(
     {"AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding", "AsyncCollectiveStart", "AsyncCollectiveDone"}
 )
+_LIBRARIES = ("__cublas$", "__cudnn$")
 _VIEWS = frozenset({"bitcast", "reshape", "convert", "copy", "transpose"})
 _BINARY = frozenset({"add", "subtract", "multiply", "divide", "maximum", "minimum", "power", "compare", "select"})
 _UNARY = frozenset({"negate", "abs", "exponential", "log", "rsqrt", "sqrt", "tanh", "logistic"})
@@ -44,7 +45,7 @@ def hbm_bytes(module: Module, computation: Computation, i: Instruction) -> float
     if callee is not None:
         return 0.0 if callee.name.startswith("all-reduce-scatter") else _fusion_bytes(module, computation, i, callee)
     operands = [computation.by_name[o] for o in i.operands if o in computation.by_name]
-    result = sum(_bytes(module, s) for s in i.shapes)
+    result = sum(_bytes(module, s) for s in results(i))
     read = [sum(_bytes(module, s) for s in o.shapes) for o in operands]
     if i.opcode in _SLICES and operands:
         return result + sum(read[1:]) + (i.shapes[0].padded_bytes if read[0] else 0.0)
@@ -53,6 +54,12 @@ def hbm_bytes(module: Module, computation: Computation, i: Instruction) -> float
         passes = 2 if i.opcode == "scatter" else 1  # a scatter reads what it adds to
         return _bytes(module, update) + (passes * update.padded_bytes if result else 0.0)
     return result + sum(read)
+
+
+def results(i: Instruction) -> tuple[Shape, ...]:
+    """The arrays that an instruction writes: the last of a library's matrix product or convolution is room to work in."""
+    has_room = len(i.shapes) > 1 and i.shapes[-1].bits == 8 and call_target(i).startswith(_LIBRARIES)
+    return i.shapes[:-1] if has_room else i.shapes
 
 
 def is_copy(i: Instruction) -> bool:

@@ -27,7 +27,8 @@ def roofline(answer: Answer, op: Operation, on_chip: Near) -> float:
         where = answer.operand(op, o)
         pieces, padded = answer.pieces(where), padding(values[o.value].shape, where, may_be_minor(op, o), answer.sizes, chip.tile)
         fits = near.get((op.node.id, o.value), math.inf) / pieces <= capacity(chip)
-        bytes_ += 0.0 if fits else values[o.value].nbytes / pieces * padded
+        times = chip.dot_writes if op.rule.kind is Kind.DOT and near is on_chip.written else 1.0
+        bytes_ += 0.0 if fits else times * values[o.value].nbytes / pieces * padded
     split = answer.pieces(answer.operation[op.node.id])
     if op.rule.bytes_ is not None:
         bytes_ = min(bytes_, op.rule.bytes_ / split)

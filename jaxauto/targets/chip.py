@@ -115,6 +115,11 @@ class Chip:
         return self._value("convolution_efficiency" if "convolution_efficiency" in self.numbers else "flops_efficiency")
 
     @property
+    def dot_writes(self) -> float:
+        """What a byte of a dot's result takes, against a byte that is copied: a tile is written when its flops are through."""
+        return self._value("dot_writes") if "dot_writes" in self.numbers else 1.0
+
+    @property
     def launch_seconds(self) -> float:
         """Seconds that a kernel takes beside its roofline; 0 where a step is one program."""
         return self._value("launch_seconds") if "launch_seconds" in self.numbers else 0.0

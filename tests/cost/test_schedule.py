@@ -20,6 +20,7 @@ class Chip:
     flops_efficiency: float = 0.9
     convolution_efficiency: float = 0.9
     bandwidth_efficiency: float = 0.85
+    dot_writes: float = 1.0
     launch_seconds: float = 0.0
 
     def peak_flops(self, dtype: str) -> float:
