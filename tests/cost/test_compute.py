@@ -56,3 +56,15 @@ def test_of_a_split_dot_less_of_its_fusion_is_hidden():
     longer = operation_seconds(op, groups.graph.values, states, (8,), chip, near) - alone
     assert hidden[1] < carry
     assert longer == pytest.approx([0.0, float(traffic_seconds(carry - hidden[1] - exposed * carry, chip))], abs=1e-12)
+
+
+@pytest.mark.parametrize("target", ["h200:1", "v5e:1"])
+def test_what_a_dot_writes_counts_more_on_a_gpu(target):
+    """Scores of short heads: their flops are few, and what is written is most of it."""
+    heads = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+    groups, chip = read(lambda q, k: jnp.einsum("blhk,bmhk->bhlm", q, k), (heads, heads), {}).groups, Target(target).chip
+    (op,) = groups.operations
+    (seconds,) = operation_seconds(op, groups.graph.values, np.array([[WHOLE]], np.int8), (1,), chip)
+    scores = 2 * 2 * 4 * 256 * 256
+    assert seconds == pytest.approx(traffic_seconds(2 * 2 * heads.size + chip.dot_writes * scores, chip))
+    assert (chip.dot_writes > 1) == (target == "h200:1")

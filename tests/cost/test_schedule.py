@@ -335,3 +335,36 @@ def test_the_done_fusion_of_a_tpu_waits_for_its_start():
     rows = {row.name: row.seconds for row in spent.breakdown if row.computation == body.name}
     assert rows["fusion.94"] > 48e-6
     assert rows["async-collective-start"] == pytest.approx(100e-6 - sum(rows.get(name, 0.0) for name in between))
+
+
+GPU = Chip(1 / 0.9, 1 / 0.85, dot_writes=3.0, launch_seconds=1000.0)
+STARTED = {  # schedule -> seconds on a chip where a kernel takes 1,000 s beside its roofline, and a byte that a dot writes as long as three
+    "a kernel": ("%p = f32[100]{0} parameter(0)\n%r = f32[100]{0} copy(%p)", 800 + 1000),
+    "a view is none": ("%p = f32[100]{0} parameter(0)\n%r = f32[10,10]{1,0} bitcast(%p)", 0),
+    "a dot": (
+        "%p = f32[10,1]{1,0} parameter(0)\n%r = f32[10,10]{1,0} dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={1}",
+        2 * 40 + 3 * 400 + 1000,
+    ),
+    "a library's, with room to work in": (
+        "%p = f32[10,1]{1,0} parameter(0)\n"
+        '%c = (f32[10,10]{1,0}, s8[4096]{0}) custom-call(%p, %p), custom_call_target="__cublas$gemm", '
+        'backend_config={"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["1"]}\n'
+        "%r = f32[10,10]{1,0} get-tuple-element(%c), index=0",
+        2 * 40 + 3 * 400 + 1000,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STARTED)
+def test_kernels_take_time_to_start_and_dots_to_write(name):
+    text, expected = STARTED[name]
+    assert schedule_seconds(module(text), GPU, lambda c: 0.0).total_seconds == pytest.approx(expected)
+
+
+def test_the_condition_of_a_loop_starts_nothing():
+    counted = computation("body", "%n = f32[100]{0} parameter(0)\n%r = f32[100]{0} negate(%n)")
+    asked = computation("condition", "%n = f32[100]{0} parameter(0)\n%r = pred[] compare(%n, %n), direction=LT")
+    loop = "%p = f32[100]{0} parameter(0)\n%r = f32[100]{0} while(%p), condition=%condition, body=%body, "
+    parsed = module(loop + 'backend_config={"known_trip_count":{"n":"5"}}', counted, asked)
+    starts = [schedule_seconds(parsed, chip, lambda c: 0.0).total_seconds for chip in (GPU, CHIP)]
+    assert starts[0] - starts[1] == pytest.approx(5 * 1000)
