@@ -346,10 +346,12 @@ STARTED = {  # schedule -> seconds on a chip where a kernel takes 1,000 s beside
         2 * 40 + 3 * 400 + 1000,
     ),
     "a library's, with room to work in": (
-        "%p = f32[10,1]{1,0} parameter(0)\n"
-        '%c = (f32[10,10]{1,0}, s8[4096]{0}) custom-call(%p, %p), custom_call_target="__cublas$gemm", '
-        'backend_config={"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["1"]}\n'
-        "%r = f32[10,10]{1,0} get-tuple-element(%c), index=0",
+        (
+            "%p = f32[10,1]{1,0} parameter(0)\n"
+            '%c = (f32[10,10]{1,0}, s8[4096]{0}) custom-call(%p, %p), custom_call_target="__cublas$gemm", '
+            'backend_config={"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["1"]}\n'
+            "%r = f32[10,10]{1,0} get-tuple-element(%c), index=0"
+        ),
         2 * 40 + 3 * 400 + 1000,
     ),
 }
