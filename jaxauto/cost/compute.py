@@ -82,7 +82,7 @@ def unsplit_seconds(node: Node, op: Operation | None, values: Mapping[int, Value
     seconds = float(traffic_seconds(moved, chip))
     if op is None or op.rule.kind not in MATRIX:
         return seconds
-    return max(seconds, operation_flops(op) / flops_per_second(op, values, chip)) + chip.launch_seconds
+    return max(seconds, operation_flops(op) / flops_per_second(op, values, chip))
 
 
 def written_as(op: Operation, chip: Any) -> float:

@@ -37,7 +37,7 @@ def chain(weights, x):
 @pytest.mark.parametrize("remat", ["off", "auto"])
 def test_recomputed_operations_have_their_operands_brought_too(remat):
     """FSDP: at every dot that reads a weight there is the gathered one, in the backward pass of a step that recomputes as well."""
-    args = [spec(WIDE, WIDE)] * DEEP, spec(ROWS, WIDE)
+    args = [spec(WIDE, WIDE)] * DEEP, spec(4 * ROWS, WIDE)  # so many that weights are what is gathered, not rows
     pins = {"0.*": P("data"), "1": P("data")}
     make = {"target": "h100:8", "mesh": {"data": 8}, "constraints": pins, "certify": False, "progress": False}
     budget = 1e15
