@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from jaxauto import frontend
-from jaxauto.core import MATRIX, Graph, Kind, Literal, Node
-from jaxauto.cost.compute import bytes_per_flop, ops_per_byte
+from jaxauto.core import MATRIX, Graph, Literal, Node
+from jaxauto.cost.compute import bytes_per_flop, flops_per_second, ops_per_byte
 from jaxauto.cost.fusion import find_buffers
 from jaxauto.cost.layout import minor_dims, padding
 from jaxauto.cost.liveness import live_bytes
@@ -308,8 +308,7 @@ class _Profiler:
         bytes_ = self.traffic.bytes_(node, rule, share)
         seconds = None
         if self.chip is not None:
-            reached = self.chip.convolution_efficiency if rule.kind is Kind.CONV else self.chip.flops_efficiency
-            rate = reached * self.chip.peak_flops(_operand_dtype(node, self.values)) if matmul else math.inf
+            rate = flops_per_second(rule.kind, _operand_dtype(node, self.values), self.chip) if matmul else math.inf
             seconds = self.traffic.seconds(node, rule, share, matmul / rate) * times
         return Phase(flops * times, matmul * times, bytes_ * times, seconds)
 

@@ -53,7 +53,7 @@ class Traffic:
 
     def launching(self, node: Node) -> float:
         """Seconds that the kernels of one run take beside their rooflines; of a loop those that copy its slices."""
-        return self.started.get(node.id, 0) * self.chip.launch_seconds if self.chip is not None else 0.0
+        return self.started.get(node.id, 0) * self.chip.launch_seconds
 
     def _operation(self, node: Node, rule: OpRule, share: float, near: Near, padded: Callable[[int], float], writes: float = 1.0) -> float:
         """``writes``: what a byte of a result counts as."""

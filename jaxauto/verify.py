@@ -138,17 +138,21 @@ def compile_plan(plan: Any, timeout: float = 600.0) -> Compilation:
 def _compile_here(plan: Any) -> Compilation:
     started = time.monotonic()
     compiled = plan.compile()
+    platform = plan.mesh.devices.flat[0].platform
+    return Compilation(
+        f"{platform}, jax {jax.__version__}", compiled.as_text(), _told(memory_of(compiled), platform), time.monotonic() - started
+    )
+
+
+def memory_of(compiled: Any) -> dict[str, float]:
+    """Bytes on one device by kind, as in ``Compilation.memory``, of a ``jax.stages.Compiled``."""
     stats = compiled.memory_analysis()
-    memory = {
-        "argument": stats.argument_size_in_bytes,
-        "output": stats.output_size_in_bytes,
-        "alias": stats.alias_size_in_bytes,
-        "temp": stats.temp_size_in_bytes,
-        **{f"host {kind}": getattr(stats, f"host_{kind}_size_in_bytes") for kind in ("argument", "output", "alias", "temp")},
+    kinds = ("argument", "output", "alias", "temp")
+    return {
+        **{kind: getattr(stats, f"{kind}_size_in_bytes") for kind in kinds},
+        **{f"host {kind}": getattr(stats, f"host_{kind}_size_in_bytes") for kind in kinds},
         "peak": getattr(stats, "peak_memory_in_bytes", 0),
     }
-    platform = plan.mesh.devices.flat[0].platform
-    return Compilation(f"{platform}, jax {jax.__version__}", compiled.as_text(), _told(memory, platform), time.monotonic() - started)
 
 
 def _told(memory: Mapping[str, float], platform: str) -> dict[str, float]:

@@ -56,7 +56,6 @@ TARGETS = {
 }
 # Names of parameters whose inputs are split in Megatron's way (arXiv 1909.08053, section 3); of the others the outputs are.
 ROWS = ("out", "down", "project")
-UNLIMITED = 1e15
 SHARES = (0.05, 0.15, 0.25, 0.35, 0.5)  # of communication that can hide, tried
 DRAWN = 4  # random programs of each kind
 GENERATED = 8  # train steps
@@ -134,17 +133,7 @@ def plan_of(group: str, model: str, sharding: str, setting: str, chip: str) -> j
     donated = () if group == "random" else None
     make = partial(jaxauto.plan, step, *args, target=target, mesh=mesh, constraints=pinned, certify=False, progress=False)
     make = partial(make, donate_argnums=donated) if donated is not None else make
-    if setting == "off":
-        return make(remat="off", memory_budget=UNLIMITED)
-    try:
-        return make(memory_budget=1.001)
-    except jaxauto.InfeasibleError as error:
-        least = error.least_bytes
-    assert least is not None
-    if setting == "full":
-        return make(memory_budget=least * 1.05)
-    most = make(remat="off", memory_budget=UNLIMITED).estimate.peak_memory
-    return make(memory_budget=(least + most) / 2)
+    return remat_cases.plan_under(make, setting)
 
 
 def measure(group: str, model: str, sharding: str, setting: str, chip: str) -> dict[str, Any]:

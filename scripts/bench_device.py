@@ -32,12 +32,12 @@ import remat_cases  # noqa: E402
 from scipy.stats import spearmanr  # noqa: E402
 
 import jaxauto  # noqa: E402
+from jaxauto.verify import Compilation, memory_of  # noqa: E402
 
 RESULTS = HERE / "results"
 TARGET = "h200:1"
 SETTINGS = ("off", "chosen", "full")
 WRITTEN = "as written"
-UNLIMITED = 1e15
 # Model → path of an argument of integers → what they are below: nodes, classes, rows of stacked tables.
 INDICES = {"Graph network": {"[2][2]": 65536, "[2][3]": 65536, "[2][4]": 64}, "DLRM": {"[2][1]": 524288}}
 Made = tuple[Callable, tuple]
@@ -56,17 +56,8 @@ def plans_of(model: str) -> dict[str, jaxauto.Plan]:
     """By setting."""
     step, args = MODELS[model]()
 
-    def make(**options: Any) -> jaxauto.Plan:
-        return jaxauto.plan(step, *args, target=TARGET, mesh={"data": 1}, certify=False, progress=False, **options)
-
-    off = make(remat="off", memory_budget=UNLIMITED)
-    try:
-        make(memory_budget=1.001)
-    except jaxauto.InfeasibleError as error:
-        least = error.least_bytes
-    assert least is not None
-    most = off.estimate.peak_memory
-    return {"off": off, "full": make(memory_budget=least * 1.05), "chosen": make(memory_budget=(least + most) / 2)}
+    make = partial(jaxauto.plan, step, *args, target=TARGET, mesh={"data": 1}, certify=False, progress=False)
+    return {setting: remat_cases.plan_under(make, setting) for setting in SETTINGS}
 
 
 def file_of(folder: Path, model: str, setting: str) -> Path:
@@ -134,21 +125,12 @@ def run(program: Callable, args: tuple, *, traced: bool) -> dict[str, Any]:
     return seen | ({"trace": kernels} if traced else {})
 
 
-def memory_of(program: Any) -> dict[str, float]:
-    """As ``Compilation.memory``."""
-    stats = program.memory_analysis()
-    names = {"argument": "argument", "output": "output", "alias": "alias", "temp": "temp", "host_temp": "host temp"}
-    found = {name: float(getattr(stats, f"{attribute}_size_in_bytes", 0) or 0) for attribute, name in names.items()}
-    return found | {"peak": float(getattr(stats, "peak_memory_in_bytes", 0) or 0)}
-
-
 # ---------------------------------------------------------------------------------------------------------------- tables
 
 
 def needed(row: dict) -> float:
-    """Bytes that the compiled step takes: arguments + outputs - aliases + temporaries."""
-    m = row["memory"]
-    return m["argument"] + m["output"] - m["alias"] + m["temp"]
+    """Bytes that the compiled step takes on the device."""
+    return Compilation("", "", row["memory"], 0.0).device_bytes
 
 
 def summary(found: dict[str, Any]) -> str:
@@ -227,7 +209,8 @@ def main() -> None:
     options = parser.parse_args()
     models = [name for name in MODELS if any(part in name for part in options.only.split(",") if part or not options.only)]
     found: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
-    texts: dict[str, str] = {}
+    beside = options.out.with_suffix(".hlo.json.gz")
+    texts: dict[str, str] = json.loads(gzip.decompress(beside.read_bytes())) if options.trace and beside.exists() else {}
     for model in models:
         if options.plan:
             options.plan.mkdir(parents=True, exist_ok=True)
@@ -243,8 +226,7 @@ def main() -> None:
             found[model] = measure(model, options.measure, texts, traced=options.trace)
             options.out.write_text(json.dumps(found, indent=1) + "\n")
             if options.trace:
-                with gzip.open(options.out.with_suffix(".hlo.json.gz"), "wt") as file:
-                    json.dump(texts, file)
+                beside.write_bytes(gzip.compress(json.dumps(texts).encode()))
     if any(name in found for name in MODELS):
         options.out.with_suffix(".md").write_text(summary(found))
 

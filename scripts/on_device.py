@@ -28,7 +28,7 @@ def concrete(avals: Any, below: Mapping[str, int] = MappingProxyType({}), seed: 
             return jnp.zeros((), aval.dtype)
         key = jax.random.fold_in(jax.random.key(seed), number)
         if jnp.issubdtype(aval.dtype, jnp.floating):
-            return _normal(key, aval.shape, jnp.dtype(aval.dtype).name, "nu" in jax.tree_util.keystr(path))
+            return _normal(key, aval.shape, jnp.dtype(aval.dtype).name, ".nu" in jax.tree_util.keystr(path))
         if aval.dtype == jnp.bool_:
             return jnp.ones(aval.shape, bool)
         return jax.random.randint(key, aval.shape, 0, below.get(jax.tree_util.keystr(path), high)).astype(aval.dtype)

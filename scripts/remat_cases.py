@@ -19,11 +19,13 @@ from layouts import Layout, compiled
 from models import Decoder, step_and_args
 
 from jaxauto import aot, hlo
+from jaxauto.errors import InfeasibleError
 from jaxauto.targets.compilers import COMPILER_OPTIONS
 from jaxauto.targets.target import Target
 from jaxauto.verify import schedule_on
 
 RESULTS = Path(__file__).resolve().parent / "results"
+UNLIMITED = 1e15
 
 GPT2_MEDIUM = Decoder(24, 1024, 16, 16, 4096, 50304, length=1024)
 LLAMA_1B = Decoder(16, 2048, 32, 8, 8192, 128256, length=1024)
@@ -62,6 +64,25 @@ CASES = {
     "SSM": Case(lambda n: bench_models.ssm(RECURRENT.with_(batch=n)), 8, "12 layers, scanned, 2048 states, 512 tokens"),
 }
 DATA_PARALLEL = {"batch": "data", "groups": "data"}
+
+
+def plan_under(make: Callable[..., Any], setting: str) -> Any:
+    """``make(**options)`` with nothing recomputed ("off"), 5 % over the least memory that a plan can have ("full"), or half way ("chosen").
+
+    Raises:
+      jaxauto.InfeasibleError: no such plan.
+    """
+    if setting == "off":
+        return make(remat="off", memory_budget=UNLIMITED)
+    try:
+        return make(memory_budget=1.001)
+    except InfeasibleError as error:
+        least = error.least_bytes
+    assert least is not None
+    if setting == "full":
+        return make(memory_budget=least * 1.05)
+    most = make(remat="off", memory_budget=UNLIMITED).estimate.peak_memory
+    return make(memory_budget=(least + most) / 2)
 
 
 def mesh_of(target: str) -> dict[str, int]:

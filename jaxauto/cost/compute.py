@@ -82,7 +82,7 @@ def unsplit_seconds(node: Node, op: Operation | None, values: Mapping[int, Value
     seconds = float(traffic_seconds(moved, chip))
     if op is None or op.rule.kind not in MATRIX:
         return seconds
-    return max(seconds, operation_flops(op) / flops_per_second(op, values, chip))
+    return max(seconds, operation_flops(op) / flops_per_second(op.rule.kind, _dtype(op, values), chip))
 
 
 def written_as(op: Operation, chip: Any) -> float:
@@ -105,13 +105,16 @@ def operand_bytes(operand: Operand, op: Operation, values: dict, state: np.ndarr
 
 def matrix_seconds(op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any) -> np.ndarray:
     """Seconds of the matrix unit alone, for each state: ``float [states]``."""
-    return operation_flops(op) / shards(state, axis_sizes) / flops_per_second(op, values, chip)
+    return operation_flops(op) / shards(state, axis_sizes) / flops_per_second(op.rule.kind, _dtype(op, values), chip)
 
 
-def flops_per_second(op: Operation, values: Mapping[int, Value], chip: Any) -> float:
-    """What the matrix unit reaches in an operation on operands of its dtype."""
-    dtype = values[op.operands[0].value].dtype if op.operands else np.dtype(np.float32)
-    return (chip.convolution_efficiency if op.rule.kind is Kind.CONV else chip.flops_efficiency) * chip.peak_flops(dtype)
+def flops_per_second(kind: Kind, dtype: Any, chip: Any) -> float:
+    """What the matrix unit reaches in operations of a kind, on operands of a dtype."""
+    return (chip.convolution_efficiency if kind is Kind.CONV else chip.flops_efficiency) * chip.peak_flops(dtype)
+
+
+def _dtype(op: Operation, values: Mapping[int, Value]) -> Any:
+    return values[op.operands[0].value].dtype if op.operands else np.dtype(np.float32)
 
 
 def operation_flops(op: Operation) -> float:

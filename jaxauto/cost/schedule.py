@@ -119,9 +119,9 @@ def schedule_seconds(module: Module, chip: Chip, collective_seconds: Callable[[H
 # --------------------------------------------------------------------------------------------------------------------- flops
 
 
-def _matmul_seconds(module: Module, chip: Chip, computation: Computation, i: Instruction) -> tuple[float, float]:
-    """(flops, seconds) of the dots in an instruction, at the rate of their operands' dtype."""
-    flops, seconds = 0.0, 0.0
+def _matmul_seconds(module: Module, chip: Chip, computation: Computation, i: Instruction) -> tuple[float, float, float]:
+    """(flops, those of convolutions, seconds) of the dots in an instruction, at the rate of their operands' dtype."""
+    flops, convolved, seconds = 0.0, 0.0, 0.0
     for where, inner in _within(module, computation, i):
         if count := matmul_flops(where, inner):
             dtype, passes = _numpy_name(where.operand_shapes(inner)[0].dtype), 1
@@ -129,9 +129,10 @@ def _matmul_seconds(module: Module, chip: Chip, computation: Computation, i: Ins
                 named = re.search(r"operand_precision=\{(\w+)", inner.attributes)
                 dtype, passes = "bfloat16", _PASSES.get(named.group(1), 1) if named else 1
             flops += count
-            reached = chip.convolution_efficiency if is_convolution(inner) else chip.flops_efficiency
+            convolved += count * (convolves := is_convolution(inner))
+            reached = chip.convolution_efficiency if convolves else chip.flops_efficiency
             seconds += passes * count / (reached * chip.peak_flops(dtype))
-    return flops, seconds
+    return flops, convolved, seconds
 
 
 def _within(module: Module, computation: Computation, i: Instruction) -> Iterator[tuple[Computation, Instruction]]:
@@ -258,9 +259,9 @@ class _Timeline:
 
     def _issue(self, i: Instruction) -> None:
         """Compute and collectives of one instruction; they overlap if it holds both."""
-        flops, matmul_seconds = _matmul_seconds(self.clock.module, self.clock.chip, self.computation, i)
+        flops, convolved, matmul_seconds = _matmul_seconds(self.clock.module, self.clock.chip, self.computation, i)
         bytes_ = hbm_bytes(self.clock.module, self.computation, i)
-        more = self.clock.chip.dot_writes - 1 if flops and not self._convolves(i) else 0.0
+        more = self.clock.chip.dot_writes - 1 if flops and not convolved else 0.0
         memory_seconds = self._memory_seconds(bytes_ + more * sum(s.padded_bytes for s in results(i)))
         seconds = max(matmul_seconds, memory_seconds)
         if seconds and not self.is_condition:  # of a loop whose trips are known the condition is not run
@@ -281,9 +282,6 @@ class _Timeline:
             self.arrivals[self._key(i)] = end, i
         else:
             self._wait(i, end)
-
-    def _convolves(self, i: Instruction) -> bool:
-        return any(is_convolution(inner) for _, inner in _within(self.clock.module, self.computation, i))
 
     def _await(self, i: Instruction) -> bool:
         """Waits at the ``done`` of something that was started; False if the instruction is no such thing."""

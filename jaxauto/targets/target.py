@@ -306,13 +306,12 @@ def detect(devices: Sequence) -> Target:
     kind = devices[0].device_kind.lower()
     if devices[0].platform == "cpu":
         return Target(f"cpu:{len(devices)}")
-    matches = [(len(prefix), chip) for chip in CHIPS.values() for prefix in chip.device_kind if kind.startswith(prefix)]
-    if not matches:
+    chip = chip_of_kind(kind)
+    if chip is None:
         raise TargetError(
             f"no numbers for device kind {devices[0].device_kind!r}; known chips: {', '.join(CHIPS)}. "
             f"Say which is nearest, for example target='h100:{len(devices)}'"
         )
-    chip = max(matches, key=lambda match: match[0])[1]
     if chip.platform != "tpu":
         return Target(f"{chip.name}:{'x'.join(map(str, _nodes(devices)))}")
     slices: dict[int, list] = defaultdict(list)
@@ -323,6 +322,12 @@ def detect(devices: Sequence) -> Target:
         shapes = ", ".join("x".join(map(str, box)) for box in sorted(boxes))
         raise TargetError(f"{len(slices)} slices of {chip.name} of different shapes: {shapes}; give a mesh and target= explicitly")
     return Target(f"{chip.name}:{len(slices)}*{'x'.join(map(str, boxes.pop()))}")
+
+
+def chip_of_kind(kind: str) -> Chip | None:
+    """The chip whose devices JAX calls so; None if there is no entry for it."""
+    matches = [(len(prefix), chip) for chip in CHIPS.values() for prefix in chip.device_kind if kind.lower().startswith(prefix)]
+    return max(matches, key=lambda match: match[0])[1] if matches else None
 
 
 def _torus_box(chip: Chip, devices: list) -> tuple[int, ...]:
