@@ -59,3 +59,21 @@ def test_model_flops_leave_recomputation_out_the_users_own_too(name, scanned):
         assert plan.estimate.flops > 1.2 * expected
     elif not any(d.action == "recomputed" for d in plan.remat):
         assert plan.estimate.flops == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("rows", "longer"), [(2**20, "communication"), (64, "communication"), (64, "computation")])
+def test_of_communication_no_more_is_waited_for_than_there_is(rows, longer):
+    """A share of what could hide is waited for: of the shorter of the two, be it the computation that hides or the communication."""
+    width = 128 if longer == "communication" else 8192
+
+    def step(params, x):
+        grads = jax.grad(lambda p: jnp.sum(jnp.tanh(x @ p["w"])))(params)
+        return {"w": params["w"] - 0.1 * grads["w"]}
+
+    args = {"w": struct(width, width)}, struct(rows, width)
+    estimate = jaxauto.plan(step, *args, target="v5p:1x1x1", certify=False, progress=False).estimate
+    assert (estimate.comm_time > estimate.compute_time) == (longer == "communication")
+    share = jaxauto.Target("v5p:1x1x1").chip.exposed_share
+    shorter = min(estimate.comm_time, estimate.compute_time)
+    assert estimate.step_time == pytest.approx(max(estimate.comm_time, estimate.compute_time) + share * shorter)
+    assert estimate.exposed_comm_time < estimate.comm_time

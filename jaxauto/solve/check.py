@@ -53,7 +53,8 @@ def check(candidate: Candidate, budget_bytes: float = math.inf, allowed: Mapping
     if found:
         return found
     seconds = answer.seconds()
-    total = max(seconds["compute"], seconds["prefetch"]) + seconds["blocking"] + candidate.model.chip.exposed_share * seconds["prefetch"]
+    shorter, longer = sorted((seconds["compute"], seconds["prefetch"]))
+    total = longer + candidate.model.chip.exposed_share * shorter + seconds["blocking"]
     for name in RESOURCES:
         found += _differs(f"{name} seconds", candidate.model.problem.resource(name, candidate.x), seconds[name], total)
     found += _differs("seconds", candidate.seconds, total, total)

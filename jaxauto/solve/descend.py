@@ -33,7 +33,7 @@ def descend(problem: Problem, x: np.ndarray, budget_bytes: float = np.inf) -> np
                 continue
             delta = {r: _each(tables[r].get(i, []), x, n) for r in RESOURCES}
             delta = {r: d - d[x[i]] + total[r] for r, d in delta.items()}
-            seconds = np.maximum(delta["compute"], delta["prefetch"]) + delta["blocking"] + problem.exposed_share * delta["prefetch"]
+            seconds = problem.total_seconds(delta)
             taken = np.array([_each(weight.get(i, []), x, n) for weight in weights]).reshape(len(rows), n)
             after = used[:, None] + taken - taken[:, x[i]][:, None]
             fits = (after <= np.maximum(budget_bytes, used)[:, None]).all(axis=0)

@@ -1,6 +1,6 @@
 """States that no answer needs: another state of the variable is no worse, whatever the other variables' states are.
 
-T = max(a, b) with a = C + K + εP and b = P + K + εP (``problem.py``). State s of variable i is not needed if there is another, r, with
+T = max(a, b) with a = C + εP + K and b = P + εC + K (``problem.py``). State s of variable i is not needed if there is another, r, with
 
     u_i[r] − u_i[s] + Σ_j max_t (p_ij[r, t] − p_ij[s, t]) ≤ 0      for a, for b and for each memory row          ``undominated``
 
@@ -41,12 +41,10 @@ def undominated(problem: Problem) -> list[np.ndarray]:
 def _measures(problem: Problem) -> list[Tables]:
     """What an answer must not be worse in: a, b, and the bytes of each row."""
     found: list[Tables] = []
-    for first in ("compute", "prefetch"):
-        weights = {"blocking": 1.0, "prefetch": problem.exposed_share}
-        weights[first] = weights.get(first, 0.0) + 1.0
+    for mu in (1.0, 0.0):
         unary: dict[int, np.ndarray] = {}
         pairs: dict[tuple[int, int], np.ndarray] = {}
-        for resource, weight in weights.items():
+        for resource, weight in problem.weights(mu).items():
             for i, table in problem.unary[resource].items():
                 unary[i] = unary.get(i, 0.0) + weight * table
             for key, table in problem.pairs[resource].items():

@@ -1,7 +1,7 @@
 r"""The Problem as a mixed-integer linear programme, solved by HiGHS (scipy.optimize.milp).
 
     minimise    T                                                                                     ``_objective``
-    T ≥ C + K + εP,  T ≥ P + K + εP              C, P, K: compute, prefetch, blocking seconds         ``_time_rows``
+    T ≥ C + εP + K,  T ≥ P + εC + K              C, P, K: compute, prefetch, blocking seconds         ``_time_rows``
     Σ_s x[i,s] = 1                               one state for each variable                          ``_choice_rows``
     Σ_t y[i,j,s,t] = x[i,s]                      a pair of states only where both are chosen          ``_pair_rows``
     Σ_s y[i,j,s,t] = x[j,t]                                                                           ``_pair_rows``
@@ -160,15 +160,12 @@ class _Program:
         return row, constant
 
     def _time_rows(self, scale: float) -> None:
-        blocking, base = self._linear("blocking")
-        hidden, hidden_base = self._linear("prefetch")
-        share = self.problem.exposed_share
-        blocking, base = blocking + share * hidden, base + share * hidden_base
-        for resource in ("compute", "prefetch"):
-            row, constant = self._linear(resource)
-            row = -(row + blocking) / scale
+        linear = {r: self._linear(r) for r in RESOURCES}
+        for mu in (1.0, 0.0):
+            weights = self.problem.weights(mu)
+            row = -sum(weight * linear[r][0] for r, weight in weights.items()) / scale
             row[self.time] = 1.0
-            self._add(sparse.coo_array(row[None]), (constant + base) / scale, np.inf)
+            self._add(sparse.coo_array(row[None]), sum(weight * linear[r][1] for r, weight in weights.items()) / scale, np.inf)
 
     def _memory_rows(self, budget_bytes: float) -> None:
         for memory, moved in zip(self.problem.rows, self.moved, strict=True):

@@ -2,19 +2,20 @@
 
 Variables x_i ∈ {0 … sizes[i] − 1}: the state of a group, or the strategy of an operation.
 
-    minimise   T = max(C(x), P(x)) + K(x) + ε P(x)                                                    ``Problem.seconds``
+    minimise   T = max(C(x), P(x)) + ε min(C(x), P(x)) + K(x)                                         ``Problem.seconds``
     where      R(x) = Σ_i unary_i[x_i] + Σ_ij pairs_ij[x_i, x_j]      for each resource R = C, P, K   ``Problem.resource``
     subject to Σ_i rows_r,i[x_i] + Σ_ij rows_r,ij[x_i, x_j] ≤ budget − base_r     for each memory row r     ``MemoryRow``
 
 C: seconds of computation. P: seconds of communication that can be prefetched or deferred behind it (weight all-gathers, gradient
 reduce-scatters). K: seconds of communication that computation waits for. ε: hidden communication is never hidden whole: it begins late, or
-much of it comes at once. max(C, P) is the dual's μC + (1 − μ)P at the best μ ∈ [0, 1].
+much of it comes at once. T is the larger of C + εP + K and P + εC + K, in the dual μ of the first and 1 − μ of the second at the best
+μ ∈ [0, 1].
 A row is a position of the program that can be the memory peak.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -89,8 +90,17 @@ class Problem:
 
     def seconds(self, x: np.ndarray) -> float:
         """T(x)."""
-        prefetch = self.resource("prefetch", x)
-        return max(self.resource("compute", x), prefetch) + self.resource("blocking", x) + self.exposed_share * prefetch
+        return float(self.total_seconds({r: np.asarray(self.resource(r, x)) for r in RESOURCES}))
+
+    def total_seconds(self, resources: Mapping[str, np.ndarray]) -> np.ndarray:
+        """T of each of several answers, given its C, P and K: arrays of one shape."""
+        compute, prefetch = resources["compute"], resources["prefetch"]
+        return np.maximum(compute, prefetch) + self.exposed_share * np.minimum(compute, prefetch) + resources["blocking"]
+
+    def weights(self, mu: float) -> dict[str, float]:
+        """What C, P and K count in the dual at ``mu``: μ(C + εP) + (1 − μ)(P + εC) + K."""
+        share = self.exposed_share
+        return {"compute": mu + (1.0 - mu) * share, "prefetch": 1.0 - mu + mu * share, "blocking": 1.0}
 
     def bytes_peak(self, x: np.ndarray) -> float:
         """The largest memory row."""
@@ -108,8 +118,8 @@ class Problem:
         )
 
     def priced(self, mu: float, prices: dict[int, float]) -> tuple[list[np.ndarray], dict[tuple[int, int], np.ndarray]]:
-        """Unary and pair tables of the Lagrangian μC + (1 − μ + ε)P + K + Σ_r prices[r] · bytes_r (its constant is left out)."""
-        weights = {"compute": mu, "prefetch": 1.0 - mu + self.exposed_share, "blocking": 1.0}
+        """Unary and pair tables of the Lagrangian ``weights(mu)`` · (C, P, K) + Σ_r prices[r] · bytes_r (its constant is left out)."""
+        weights = self.weights(mu)
         unary = [np.zeros(n) for n in self.sizes]
         for resource, weight in weights.items():
             for i, table in self.unary[resource].items():

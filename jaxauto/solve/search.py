@@ -5,7 +5,7 @@ refined block by block by the chain's dynamic programme, and the sharding by a M
 
 Under a budget M with multipliers λ_r ≥ 0 on memory rows and μ ∈ [0, 1] on overlap, the dual                        ``_priced``
 
-    D(λ, μ) = min_x [ μC(x) + (1 − μ + ε)P(x) + K(x) + Σ_r λ_r (bytes_r(x) − M) ]  ≤  min { T(x) : bytes_r(x) ≤ M ∀ r }
+    D(λ, μ) = min_x [ μ(C(x) + εP(x)) + (1 − μ)(P(x) + εC(x)) + K(x) + Σ_r λ_r (bytes_r(x) − M) ]  ≤  min { T(x) : bytes_r(x) ≤ M ∀ r }
 
 is one elimination (``eliminate.py``); its minimiser is a candidate, its value a lower bound. λ is raised until the candidate fits and
 then bisected; the rows are the peaks that candidates show (cutting planes). What gap is left then is closed (``closing.py``). Answers

@@ -3,7 +3,7 @@ r"""The gap closed: the best multipliers, the states that can still be part of a
 With multipliers λ ≥ 0 on memory rows and μ ∈ [0, 1] on overlap, D(λ, μ) of ``search.py`` is a lower bound, concave in both. The best one is
 found by column generation (Dantzig and Wolfe, 1960). The master mixes the answers seen so far,                     ``_master``
 
-    min t   t ≥ Σ_k w_k (C_k + K_k + εP_k),  t ≥ Σ_k w_k (P_k + K_k + εP_k),  Σ_k w_k bytes_r,k ≤ M,  Σ_k w_k = 1
+    min t   t ≥ Σ_k w_k (C_k + εP_k + K_k),  t ≥ Σ_k w_k (P_k + εC_k + K_k),  Σ_k w_k bytes_r,k ≤ M,  Σ_k w_k = 1
 
 its dual values are the next (λ, μ), smoothed towards the best so far (Wentges, 1997), and elimination the next answer.   ``raise_bound``
 A state whose least cost under (λ, μ) is above the T of an answer is part of no better one, and goes.              ``survivors``
@@ -21,7 +21,7 @@ from scipy.optimize import linprog
 from jaxauto.solve.dominance import undominated
 from jaxauto.solve.eliminate import eliminate, least_with, nearest
 from jaxauto.solve.milp import MilpSolution, Status, solve_milp
-from jaxauto.solve.problem import Problem
+from jaxauto.solve.problem import RESOURCES, Problem
 
 TOLERANCE = 1e-6  # relative: nearer than this is equal
 WORK_PER_SECOND = 12_000_000  # of the time limit, entries of tables made: a limit in work gives the same plan on a busy machine
@@ -202,14 +202,15 @@ def _between(a: Multipliers, b: Multipliers, share: float) -> Multipliers:
 
 def _master(problem: Problem, budget_bytes: float, answers: list[np.ndarray]) -> tuple[Multipliers, float]:
     """The multipliers of the best mixture of ``answers``, and its T: no multipliers give a better bound than the best mixture of all."""
-    compute, prefetch, blocking = (np.array([problem.resource(r, x) for x in answers]) for r in ("compute", "prefetch", "blocking"))
-    scale = max(float((np.maximum(compute, prefetch) + blocking).min()), 1e-30)
+    resources = {r: np.array([problem.resource(r, x) for x in answers]) for r in RESOURCES}
+    scale = max(float(problem.total_seconds(resources).min()), 1e-30)
     rows = [r for r in range(len(problem.rows)) if np.isfinite(budget_bytes)]
     used = np.array([[problem.rows[r].bytes_at(x) / budget_bytes for x in answers] for r in rows]).reshape(len(rows), len(answers))
-    exposed = blocking + problem.exposed_share * prefetch
     n, m = len(answers), len(rows)
     upper = np.zeros((2 + m, n + 2))  # weights, t, overdraft
-    upper[0, :n], upper[1, :n], upper[:2, n] = (compute + exposed) / scale, (prefetch + exposed) / scale, -1.0
+    upper[:2, n] = -1.0
+    for k, mu in enumerate((1.0, 0.0)):
+        upper[k, :n] = sum(weight * resources[r] for r, weight in problem.weights(mu).items()) / scale
     upper[2:, :n], upper[2:, n + 1] = used, -1.0
     cost = np.zeros(n + 2)
     cost[n], cost[n + 1] = 1.0, _OVERDRAFT

@@ -69,9 +69,9 @@ def test_on_one_device_nothing_is_pinned(target, pinned):
     assert ("sharding_constraint" in module) == pinned
 
 
-@pytest.mark.parametrize(("rows", "awaited"), [(ROWS * WIDTH, 2), (16 * WIDTH, 1), (12 * WIDTH, 0)])
+@pytest.mark.parametrize(("rows", "awaited"), [(ROWS * WIDTH, 2), (16 * WIDTH, 2), (15 * WIDTH, 0)])
 def test_tpu_waits_for_gradients_that_take_at_most_half_of_what_is_read_for_them(rows, awaited):
-    """If they are summed over devices; what lies there until they are made is what is read for them. Of few rows one weight is split."""
+    """If they are summed over devices; what lies there until they are made is what is read for them: twice as much, of 16 * WIDTH rows."""
     matrix = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)
     args = (
         {"into": matrix, "bias": jax.ShapeDtypeStruct((WIDTH,), jnp.float32), "out": matrix},

@@ -102,7 +102,7 @@ def summed(problem: Problem, unary, pairs) -> np.ndarray:
 def enumerated(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     """(T, peak bytes) of every assignment."""
     c, p, k = (summed(problem, problem.unary[r], problem.pairs[r]) for r in ("compute", "prefetch", "blocking"))
-    seconds = np.maximum(c, p) + k + problem.exposed_share * p
+    seconds = np.maximum(c, p) + k + problem.exposed_share * np.minimum(c, p)
     peak = np.zeros_like(seconds)
     for row in problem.rows:
         np.maximum(peak, row.base + summed(problem, row.vectors, row.pairs), out=peak)
