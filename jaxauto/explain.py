@@ -19,7 +19,8 @@ from jaxauto.options import mesh_axes
 from jaxauto.solve.facts import buffer_runs
 from jaxauto.solve.live import timeline
 from jaxauto.solve.search import Candidate
-from jaxauto.solve.work import launches
+from jaxauto.solve.work import hash_seconds, launches
+from jaxauto.strategies import shards
 from jaxauto.tables import Section, as_text, duration, share, size
 from jaxauto.targets.target import Target
 from jaxauto.undivided import undivided
@@ -137,6 +138,9 @@ def _operations(plan: Plan, best: Candidate) -> Section:
     if model.chip.launch_seconds:
         count["starting kernels"] = launches(model.variant)
         total["starting kernels"] = count["starting kernels"] * model.chip.launch_seconds
+    for number, seconds in hash_seconds(model.variant, model.chip).items():
+        pieces = shards(model.position(best.x, number)[None], model.mesh.sizes)
+        total["random bits: hashes beyond the memory traffic"] += seconds / float(pieces[0])
     compute = plan.estimate.compute_time
     ordered = sorted(total.items(), key=lambda kv: -kv[1])[:_ROWS]
     rows = [(name, str(count[name] or ""), duration(s), share(s, compute)) for name, s in ordered]

@@ -11,6 +11,7 @@ from typing import Any
 from jaxauto.core import OPERATIONS, Kind, Node, OpRule
 from jaxauto.cost.compute import ops_per_byte, traffic_seconds
 from jaxauto.cost.fusion import find_buffers
+from jaxauto.cost.hashing import unhidden
 from jaxauto.cost.launches import kernels
 from jaxauto.cost.liveness import Buffers
 from jaxauto.cost.onchip import Near, capacity
@@ -35,6 +36,7 @@ class Traffic:
         self.moved = _by_node(program, whole, lambda _: 1.0)
         operations = (node.id for node in walk(program.graph) if not node.bodies and program.rules[node.id].kind in OPERATIONS)
         self.started = kernels(program.graph, whole, operations)
+        self.hashed = unhidden(program.graph, whole, chip) if chip is not None else {}
         placed = program.placed if on_tpu else None
         self.waited = _by_node(program, self._off_chip(placed), program.padded) if placed else self.moved
         self.near = placed.near if placed else Near()
@@ -49,7 +51,8 @@ class Traffic:
         writes = self.chip.dot_writes if rule.kind is Kind.DOT else 1.0
         own = self._operation(node, rule, share, self.near, self.program.padded, writes) if rule.kind in OPERATIONS else 0.0
         waited = float(traffic_seconds(self.waited.get(node.id, 0.0), self.chip))
-        return max(work, float(traffic_seconds(own, self.chip))) + waited + self.launching(node)
+        hashed = self.hashed.get(node.id, 0.0) / share
+        return max(work, float(traffic_seconds(own, self.chip))) + waited + hashed + self.launching(node)
 
     def launching(self, node: Node) -> float:
         """Seconds that the kernels of one run take beside their rooflines; of a loop those that copy its slices."""

@@ -31,12 +31,13 @@ import jaxauto  # noqa: E402
 from jaxauto.targets.target import chip_of_kind  # noqa: E402
 
 RESULTS = HERE / "results"
-# A number of the chip, and how the names of the programs begin that it is fitted to; the others (dropout, prefixes …) check it.
+# A number of the chip, and how the names of the programs begin that it is fitted to; the others (prefixes, loops of kernels) check it.
 TOLD_BY = {
     "launch_seconds": ("scanned", "counted", "small"),
     "flops_efficiency": ("products", "weight gradients"),
     "convolution_efficiency": ("convolution",),
     "dot_writes": ("attention", "products 65536"),
+    "hash_seconds": ("dropout",),
     "bandwidth_efficiency": ("elementwise", "gelu", "layer norm", "cross entropy", "adam", "turned", "summed", "embedding"),
 }
 

@@ -28,8 +28,9 @@ from jaxauto.cost.liveness import Beside, Buffers, fill_early, fill_together, ta
 from jaxauto.cost.order import in_donated, schedule
 from jaxauto.cost.patterns import is_bound, is_shared, is_shifted, is_softmax, is_strided, is_widening, keeps_exp, slides
 from jaxauto.cost.stacks import stack_passes
-from jaxauto.cost.widened import WIDE, Rounded, is_in_steps, is_looped, is_narrow
+from jaxauto.cost.widened import WIDE, Rounded, is_in_steps, is_narrow
 from jaxauto.graph import walk
+from jaxauto.masks import hashes
 from jaxauto.rewrite.away import fetched
 from jaxauto.rewrite.narrow import only_multiplied
 
@@ -238,7 +239,7 @@ class _Fusion:
             self.kernels.meet(node, number, operands, self.virtual)
         if self.rounded and kind is Kind.REDUCE and is_in_steps(node):
             self.write_for_one(operands)
-        wanted = writes or (self.rounded and is_looped(node)) or any(self.is_read(value, u, roots) for u in value.users)
+        wanted = writes or (self.rounded and hashes(node)) or any(self.is_read(value, u, roots) for u in value.users)
         if not wanted and (wanted := number in outputs) and number not in self.heavy:
             self.made_twice[number] = roots
         if self.kernels:

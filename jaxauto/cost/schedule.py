@@ -1,7 +1,7 @@
 """The referee's clock: seconds of one step read off a compiled module's schedule (jaxauto.hlo), instruction by instruction.
 
 An instruction or fusion takes ``max(flops / (e × peak of its dtype), HBM bytes / (b × bandwidth))``, loop bodies × trips, with the chip's
-efficiencies e and b (0.9 and 0.85 of every TPU), on a GPU what starting a kernel takes more.
+efficiencies e and b (0.9 and 0.85 of every TPU), on a GPU what starting a kernel takes more. Random bits are work too (``hashing.py``).
 Collectives take what the caller's ``collective_seconds`` says. Four resources run side by side within one computation:
 
 - compute, in schedule order;
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from jaxauto.cost.hashing import XORS
 from jaxauto.cost.traffic import COLLECTIVES, call_target, hbm_bytes, host_bytes, is_copy, results
 from jaxauto.hlo import Computation, HloCollective, Instruction, Module
 from jaxauto.hlo_collectives import Groups, background, continues
@@ -61,6 +62,11 @@ class Chip(Protocol):
     @property
     def launch_seconds(self) -> float:
         """Seconds of a kernel beside its roofline."""
+        ...
+
+    @property
+    def hash_seconds(self) -> float:
+        """Seconds of one of Threefry's hashes."""
         ...
 
     def peak_flops(self, dtype: str, /) -> float:
@@ -119,10 +125,15 @@ def schedule_seconds(module: Module, chip: Chip, collective_seconds: Callable[[H
 # --------------------------------------------------------------------------------------------------------------------- flops
 
 
-def _matmul_seconds(module: Module, chip: Chip, computation: Computation, i: Instruction) -> tuple[float, float, float]:
-    """(flops, those of convolutions, seconds) of the dots in an instruction, at the rate of their operands' dtype."""
+def _work(module: Module, chip: Chip, computation: Computation, i: Instruction) -> tuple[float, float, float]:
+    """(flops, those of convolutions, seconds) of an instruction: of its dots, at the rate of their operands' dtype, and of hashes.
+
+    Of Threefry's instructions only the exclusive ors are its own; what else is taken so for one is small.
+    """
     flops, convolved, seconds = 0.0, 0.0, 0.0
     for where, inner in _within(module, computation, i):
+        if inner.opcode == "xor":
+            seconds += inner.shape.elements / XORS * chip.hash_seconds
         if count := matmul_flops(where, inner):
             dtype, passes = _numpy_name(where.operand_shapes(inner)[0].dtype), 1
             if module.tiled and dtype == "float32":  # the TPU multiplies bf16 and adds passes for more precision
@@ -259,11 +270,11 @@ class _Timeline:
 
     def _issue(self, i: Instruction) -> None:
         """Compute and collectives of one instruction; they overlap if it holds both."""
-        flops, convolved, matmul_seconds = _matmul_seconds(self.clock.module, self.clock.chip, self.computation, i)
+        flops, convolved, work_seconds = _work(self.clock.module, self.clock.chip, self.computation, i)
         bytes_ = hbm_bytes(self.clock.module, self.computation, i)
         more = self.clock.chip.dot_writes - 1 if flops and not convolved else 0.0
         memory_seconds = self._memory_seconds(bytes_ + more * sum(s.padded_bytes for s in results(i)))
-        seconds = max(matmul_seconds, memory_seconds)
+        seconds = max(work_seconds, memory_seconds)
         if seconds and not self.is_condition:  # of a loop whose trips are known the condition is not run
             seconds += self.clock.chip.launch_seconds
         collectives = self.clock.collectives_of(self.computation, i)

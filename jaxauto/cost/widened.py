@@ -5,7 +5,7 @@ Its kernels compute in float32: what is narrow is widened as it is read and roun
 made in float32 is kept, and rounded by each of the others that reads it. Dots and convolutions read arrays: a float32 copy of each narrow
 operand, in the order of dimensions that they want; of what dots alone read, and all in one order, nothing but that copy is made. Their
 results are rounded after them, or by what reads them if there is but one that does. A reduction over many elements is made in steps, and
-reads an array too. Random bits are made by a loop.
+reads an array too. Random bits are made by a loop (of Threefry's rounds).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from jaxauto.core import MATRIX, Graph, Kind, Node, OpRule, Value
 from jaxauto.cost.liveness import Buffers
 from jaxauto.cost.patterns import makes_view
 from jaxauto.graph import walk
+from jaxauto.masks import hashes
 
 NARROW = frozenset({"bfloat16", "float16"})
 WIDE = 4  # bytes
@@ -39,7 +40,7 @@ class Rounded:
 
     def bytes_of(self, value: Value, readers: float) -> float:
         """Bytes of a value's buffer, of no argument's, result's or loop's; ``readers``: fused equations that read it."""
-        if value.producer is not None and is_looped(value.producer):
+        if value.producer is not None and hashes(value.producer):
             return 2.0 * value.nbytes  # two words for each
         return float(WIDE * value.elements if is_narrow(value) and self._stays_wide(value, readers) else value.nbytes)
 
@@ -85,11 +86,6 @@ def is_in_steps(node: Node) -> bool:
     """Whether a reduction reads an array that is made for it."""
     shape = node.eqn.invars[0].aval.shape if node.prim.startswith("reduce_") else ()
     return any(shape[d] > _STEP for d in node.params.get("axes", ()) if shape)
-
-
-def is_looped(node: Node) -> bool:
-    """Whether random bits are those of Threefry, whose rounds are a loop."""
-    return node.prim == "random_bits" and "fry" in str(node.eqn.invars[0].aval.dtype)
 
 
 def _widens(node: Node) -> bool:

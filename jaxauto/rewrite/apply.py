@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxauto import compat
 from jaxauto.core import Decisions, Graph, Node, Sharding
+from jaxauto.masks import kept_masks
 from jaxauto.rewrite.evaluate import Pins, evaluator
 from jaxauto.rewrite.offload import offload
 from jaxauto.rewrite.order import in_order
@@ -63,6 +64,7 @@ class _Constraints(Pins):
         self.on_cpu = platform == "cpu"
         self.late = {x for node in rewritten.graph.nodes if node.backward for x in node.outputs} if self.on_cpu else set()
         self.row_major = _told_their_layout(rewritten, decisions, dict(mesh.shape)) if platform == "tpu" and mesh.size > 1 else set()
+        self.drawn = kept_masks(rewritten.graph) if platform == "tpu" else set()
 
     def barrier(self, arrays: list, numbers: Sequence = ()) -> list:
         if not self.on_cpu:
@@ -85,6 +87,7 @@ class _Constraints(Pins):
         if made is not None and kept is not None and len(made) == len(kept) and not stacked:
             array = bring(array, made, kept, dict(self.mesh.shape), self.pinned)
         array = array if kept is None else self.pinned(array, kept, stacked=stacked)
+        array = lax.optimization_barrier(array) if number in self.drawn else array
         return compat.in_row_major(array) if number in self.row_major else array
 
     def operand(self, node: Node, index: int, array: Any, env: Mapping[int, Any]) -> Any:

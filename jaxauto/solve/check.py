@@ -23,7 +23,7 @@ from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.check_beside import brought, held_beside
 from jaxauto.solve.check_ring import padding, ring
 from jaxauto.solve.check_turns import copies
-from jaxauto.solve.check_work import launched, roofline
+from jaxauto.solve.check_work import hashed, launched, roofline
 from jaxauto.solve.facts import crossings, read_together, spatial_dims
 from jaxauto.solve.loops import accumulated, combined, shadows
 from jaxauto.solve.model import Model
@@ -188,6 +188,7 @@ class Answer:
         total["compute"] += sum(times * traffic_seconds(2 * n, self.model.chip) for n, times in copies(self))
         if launch := self.model.chip.launch_seconds:
             total["compute"] += launched(self) * launch
+        total["compute"] += hashed(self)
         for resource, crossing, pieces in self.crossing():
             total[resource] += crossing / pieces / self.model.chip.host_bandwidth
         for k, moved, pieces in self.traffic():

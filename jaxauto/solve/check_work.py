@@ -9,10 +9,12 @@ import numpy as np
 
 from jaxauto.core import Kind, LinkKind
 from jaxauto.cost.compute import bytes_per_flop, may_be_minor, operation_flops, traffic_seconds
+from jaxauto.cost.hashing import passed
 from jaxauto.cost.launches import PASSED
 from jaxauto.cost.onchip import Near, Side, capacity
 from jaxauto.graph import multiplicity, walk
 from jaxauto.groups import Operation
+from jaxauto.masks import hashes
 from jaxauto.solve.check_ring import padding
 
 if TYPE_CHECKING:
@@ -59,6 +61,31 @@ def launched(answer: Answer) -> float:
                 through = made is not None and made.prim in PASSED
                 x = made.inputs[made.outputs.index(x)] if through and made is not None else None
     return total + sum(stacks[x].trips * runs[stacks[x].id] for x in copied)
+
+
+def hashed(answer: Answer) -> float:
+    """Seconds that random bits take beyond the bytes of what is made of them, found from there back."""
+    model, rewritten, chip = answer.model, answer.model.variant.rewritten, answer.model.chip
+    values, runs, held = rewritten.graph.values, multiplicity(rewritten.graph), {int(n) for n in model.buffers.ids}
+    drawn = {n.outputs[0]: n for n in walk(rewritten.graph) if hashes(n)} if chip.hash_seconds else {}
+    kernels: dict[int, list[float]] = {x: [] for x in drawn}
+    for number in held if drawn else ():
+        behind, found = [number], {number}
+        for x in behind:
+            made = values[x].producer if x == number or x not in held else None
+            for y in (z for out, z in passed(made) if out == x) if made is not None and not made.bodies else ():
+                behind += [y] if y not in found else []
+                found.add(y)
+        for x in found & drawn.keys():
+            if x == number or x not in held:
+                kernels[x].append(sum(values[y].nbytes for y in found & held))
+    total = 0.0
+    for number, node in drawn.items():
+        group, dims = model.groups.place[rewritten.origin.get(number, number)]
+        moved = kernels[number][0] if len(kernels[number]) == 1 else 0.0
+        more = hashes(node) * chip.hash_seconds - traffic_seconds(moved, chip)
+        total += max(0.0, more) * runs[node.id] / answer.pieces(answer.where(answer.group[group], dims))
+    return total
 
 
 def _beside(answer: Answer, op: Operation, side: Side, split: int) -> float:

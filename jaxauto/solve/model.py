@@ -43,7 +43,7 @@ from jaxauto.solve.positions import edge_layout, reduced_factors, unsummed
 from jaxauto.solve.problem import MemoryRow, Problem
 from jaxauto.solve.remat import Variant
 from jaxauto.solve.turns import add_turns, updating
-from jaxauto.solve.work import add_launches, add_operations, add_traffic
+from jaxauto.solve.work import add_hashes, add_launches, add_operations, add_traffic
 from jaxauto.strategies import project, shards, states
 
 
@@ -100,6 +100,7 @@ class Model:
         self._classes()
         add_traffic(self)
         add_launches(self)
+        add_hashes(self)
         add_operations(self)
         self._edges()
         self._operands()

@@ -22,6 +22,7 @@ from jaxauto.blocks import closure, find_blocks
 from jaxauto.core import Graph, Kind, Node, OpRule, Trips
 from jaxauto.cost.compute import bytes_per_flop, ops_per_byte, unsplit_seconds
 from jaxauto.cost.fusion import find_buffers
+from jaxauto.cost.hashing import seconds_of_hashes
 from jaxauto.cost.liveness import Buffers
 from jaxauto.graph import walk
 from jaxauto.groups import Groups, Operation
@@ -242,10 +243,12 @@ class Remat:
         return [*chosen[: MAX_LEVELS - 2], math.inf]
 
     def again_seconds(self, node: Node, share: float | None = None) -> float:
-        """Seconds that running a node once more adds, unsharded: of elementwise equations, a share of their traffic (``_ELEMENTWISE``)."""
+        """Seconds that running a node once more adds, unsharded: of elementwise equations, a share of their traffic (``_ELEMENTWISE``), and
+        all that random bits take."""
         if node.bodies:
             return sum(self.again_seconds(n, share) * n_times for n, n_times in self._inside(node))
-        return self.node_seconds(node) * (1.0 if node.id in self.operations else self.shares[0] if share is None else share)
+        traffic = self.node_seconds(node) * (1.0 if node.id in self.operations else self.shares[0] if share is None else share)
+        return traffic + seconds_of_hashes(node, self.chip)
 
     def _inside(self, node: Node) -> list[tuple[Node, float]]:
         times = self.groups.times

@@ -1,19 +1,21 @@
-"""What the states of groups and operations take of the compute resource: HBM traffic of fused equations, and operations."""
+"""What the states of groups and operations take of the compute resource: HBM traffic of fused equations, random bits, and operations."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxauto.cost.compute import operation_seconds, traffic_seconds
 from jaxauto.cost.halo import SIDES
+from jaxauto.cost.hashing import unhidden
 from jaxauto.cost.launches import kernels
 from jaxauto.cost.onchip import Near, capacity
-from jaxauto.graph import multiplicity
+from jaxauto.graph import multiplicity, walk
 from jaxauto.groups import Operation
 from jaxauto.solve.facts import buffer_runs, host_traffic
+from jaxauto.strategies import project, shards
 
 if TYPE_CHECKING:
     from jaxauto.solve.model import Model
@@ -44,6 +46,26 @@ def add_launches(model: Model) -> None:
         v, _ = model.classes[0]
         seconds = model.chip.launch_seconds * launches(model.variant)
         model.problem.add_unary("compute", v, np.full(len(model.states[v]), seconds))
+
+
+def add_hashes(model: Model) -> None:
+    """What random bits take beyond the bytes of their kernels, each device of its part of them."""
+    for number, seconds in model.cached(("hashes", model.variant), lambda: hash_seconds(model.variant, model.chip)).items():
+        group, dims = model.groups.place[number]
+        v = model.var("group", group)
+        model.problem.add_unary("compute", v, seconds / shards(project(model.states[v], dims), model.mesh.sizes))
+
+
+def hash_seconds(variant: Variant, chip: Any) -> dict[int, float]:
+    """Value as written → seconds of a step that its random bits take beyond the bytes of their kernels, on one device."""
+    graph, total = variant.rewritten.graph, defaultdict(float)
+    found = unhidden(graph, variant.buffers, chip)
+    runs = multiplicity(graph) if found else {}
+    for node in walk(graph) if found else ():
+        if node.id in found:
+            (number,) = node.outputs
+            total[variant.rewritten.origin.get(number, number)] += found[node.id] * runs[node.id]
+    return dict(total)
 
 
 def launches(variant: Variant) -> int:

@@ -125,6 +125,11 @@ class Chip:
         return self._value("launch_seconds") if "launch_seconds" in self.numbers else 0.0
 
     @property
+    def hash_seconds(self) -> float:
+        """Seconds of one of Threefry's hashes, one for each random number, all cores together; 0 where that is not known."""
+        return self._value("hash_seconds") if "hash_seconds" in self.numbers else 0.0
+
+    @property
     def bandwidth_efficiency(self) -> float:
         """Fraction of the HBM bandwidth that a big copy reaches."""
         return self._value("bandwidth_efficiency")

@@ -62,9 +62,13 @@ def _tpu(
         "cores": Number(cores, "1", BOOK),
         "flops_efficiency": Number(0.9, "1", f"{RECIPES}: v6e bf16 matmul 8192^3 at 827 of 918 Tflop/s", "fitted"),
         "bandwidth_efficiency": Number(0.85, "1", f"{RECIPES}: HBM copies at 83 % (v6e) and 87 % (tpu7x)", "fitted"),
+        "hash_seconds": Number(_HASH / vector.value, "s", f"{OWN}: cycles of compiled programs, scripts/results/hashing.md", "fitted"),
         "exposed_share": _exposed(0.35),
     }
     return Chip(name, "tpu", device_kind, len(max_topology), max_topology, wrap, peaks, numbers, devices_per_chip, (8, 128))
+
+
+_HASH = 128  # operations of the vector unit: the cycles that XLA expects of a kernel that makes random bits, times what it does in one
 
 
 def _exposed(share: float) -> Number:
@@ -173,6 +177,7 @@ _TPUS = (
 _TIMED = f"{OWN}: programs timed on one, scripts/results/calibration_{{}}.md"
 # Of a kernel in a graph of kernels, as loops and blocks of a step are run; alone it takes twice that.
 _LAUNCH = Number(1.7e-6, "s", _TIMED.format("h200"), "fitted")
+_HASHED = Number(3.2e-12, "s", _TIMED.format("h200"), "fitted")  # the H100 takes as long
 
 
 def _reached(
@@ -181,7 +186,8 @@ def _reached(
     """What a GPU reaches of its peaks, and what starting a kernel takes."""
     names = ("flops_efficiency", "convolution_efficiency", "bandwidth_efficiency", "dot_writes")
     figures = dict(zip(names, (flops, convolution, bandwidth, writes), strict=True))
-    return {name: Number(value, "1", source, origin) for name, value in figures.items()} | {"launch_seconds": _LAUNCH}
+    shares = {name: Number(value, "1", source, origin) for name, value in figures.items()}
+    return shares | {"launch_seconds": _LAUNCH, "hash_seconds": _HASHED}
 
 
 _REACHED = _reached(0.7, 0.65, 0.86, 1.5, "as h200; dots between it and h100", "assumed")

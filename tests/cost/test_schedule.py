@@ -22,6 +22,7 @@ class Chip:
     bandwidth_efficiency: float = 0.85
     dot_writes: float = 1.0
     launch_seconds: float = 0.0
+    hash_seconds: float = 0.0
 
     def peak_flops(self, dtype: str) -> float:
         return self.flops * {"bfloat16": 1, "float32": 0.5, "float8_e4m3fn": 2, "int8": 2}[dtype]

@@ -26,8 +26,8 @@ FIGURES = {
 @pytest.mark.parametrize("name", CHIPS)
 def test_every_figure_has_unit_source_and_origin(name):
     chip = CHIPS[name]
-    own = {"vmem_bytes": "byte", "cores": "1"} if chip.platform == "tpu" else {}
-    own |= {"convolution_efficiency": "1", "dot_writes": "1", "launch_seconds": "s"} if chip.platform == "gpu" else {}
+    own = {"vmem_bytes": "byte", "cores": "1", "hash_seconds": "s"} if chip.platform == "tpu" else {}
+    own |= {"convolution_efficiency": "1", "dot_writes": "1", "launch_seconds": "s", "hash_seconds": "s"} if chip.platform == "gpu" else {}
     own |= {"scoped_bytes": "byte"} if chip.platform == "tpu" and name != "v4" else {}  # whose arrays have an on-chip memory of their own
     assert {key: number.unit for key, number in chip.numbers.items()} == FIGURES | own
     for number in (*chip.numbers.values(), *chip.peaks.values()):
