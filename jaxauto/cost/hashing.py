@@ -6,6 +6,7 @@ scripts/results/hashing.md).
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 from jaxauto.core import Graph, Node
@@ -24,17 +25,20 @@ def seconds_of_hashes(node: Node, chip: Any) -> float:
 
 def unhidden(graph: Graph, buffers: Buffers, chip: Any) -> dict[int, float]:
     """Node id → seconds that one run of it, whole, takes beyond the bytes of the kernel that makes its hashes; of those that do."""
-    found = {}
+    found, held = {}, frozenset(buffers.ids.tolist())
     for node in walk(graph) if chip.hash_seconds else ():
         seconds = seconds_of_hashes(node, chip)
-        if seconds and (more := seconds - traffic_seconds(_moved(graph, buffers, node), chip)) > 0:
+        if seconds and (more := seconds - traffic_seconds(_moved(graph, held, node), chip)) > 0:
             found[node.id] = more
     return found
 
 
-def _moved(graph: Graph, buffers: Buffers, node: Node) -> float:
-    """Bytes of the kernel that a node is part of: what it writes, and what that is made of. 0 where the node is part of several."""
-    held, values = set(buffers.ids.tolist()), graph.values
+def _moved(graph: Graph, held: Set[int], node: Node) -> float:
+    """Bytes of the kernel that a node is part of: what it writes, and what that is made of. 0 where the node is part of several.
+
+    ``held``: values that have buffers.
+    """
+    values = graph.values
     (drawn,) = node.outputs
     ahead = [drawn]
     for x in ahead:  # grows

@@ -131,7 +131,7 @@ def _work(module: Module, chip: Chip, computation: Computation, i: Instruction) 
     Of Threefry's instructions only the exclusive ors are its own; what else is taken so for one is small.
     """
     flops, convolved, seconds = 0.0, 0.0, 0.0
-    for where, inner in _within(module, computation, i):
+    for where, inner in within(module, computation, i):
         if inner.opcode == "xor":
             seconds += inner.shape.elements / XORS * chip.hash_seconds
         if count := matmul_flops(where, inner):
@@ -146,7 +146,7 @@ def _work(module: Module, chip: Chip, computation: Computation, i: Instruction) 
     return flops, convolved, seconds
 
 
-def _within(module: Module, computation: Computation, i: Instruction) -> Iterator[tuple[Computation, Instruction]]:
+def within(module: Module, computation: Computation, i: Instruction) -> Iterator[tuple[Computation, Instruction]]:
     """The instruction, or, of a fusion or async wrapper, those it is made of."""
     names = i.called.get("calls", ()) if i.opcode == "fusion" else background(i)
     if not names:
@@ -154,7 +154,7 @@ def _within(module: Module, computation: Computation, i: Instruction) -> Iterato
     for name in names:
         if callee := module.computations.get(name):
             for inner in callee.instructions:
-                yield from _within(module, callee, inner)
+                yield from within(module, callee, inner)
 
 
 def _numpy_name(dtype: str) -> str:
@@ -211,7 +211,7 @@ class _Clock:
     def collectives_of(self, computation: Computation, i: Instruction) -> list[HloCollective]:
         """Those an instruction performs: itself, or inside the fusion or async wrapper that it calls."""
         if i.opcode == "fusion" or background(i):
-            names = {where.name: None for where, _ in _within(self.module, computation, i)}
+            names = {where.name: None for where, _ in within(self.module, computation, i)}
             return [c for n in names for c in self.inside.get(n, ())]
         return [c for c in self.inside.get(computation.name, ()) if c.name == i.name] if i.opcode in COLLECTIVES else []
 
@@ -314,13 +314,13 @@ class _Timeline:
     def _key(self, i: Instruction) -> str:
         """TPU start and done fusions share only their collective's channel."""
         if i.opcode == "fusion":
-            for _, inner in _within(self.clock.module, self.computation, i):
+            for _, inner in within(self.clock.module, self.computation, i):
                 if inner.opcode in COLLECTIVES and (channel := inner.attribute("channel_id")):
                     return f"channel {channel}"
         return i.name
 
     def _finishes(self, i: Instruction) -> bool:
-        inner = [one for _, one in _within(self.clock.module, self.computation, i)]
+        inner = [one for _, one in within(self.clock.module, self.computation, i)]
         return any(call_target(one) == "AsyncCollectiveDone" for one in inner) and any(continues(one) for one in inner)
 
     def _wait(self, start: Instruction, end: float) -> None:
