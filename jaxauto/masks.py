@@ -16,17 +16,29 @@ def hashes(node: Node) -> float:
 
 
 def kept_masks(graph: Graph) -> set[int]:
-    """What is made of random bits alone, in straight code, and that both passes read: masks of dropout.
+    """What is made of random bits alone and both passes read: masks of dropout, noise.
 
-    XLA:TPU fuses hashes as it does any elementwise equations and makes such a mask anew in each dot that reads it, three times in all, in
-    the backward pass once for each tile of the result: a barrier has it written (scripts/results/hashing.md).
+    XLA:TPU fuses hashes as it does any elementwise equations, and makes such a mask anew in each dot that reads it, in the backward pass
+    once for each tile of the result, and once more where a loop stacks it: a barrier has it written (scripts/results/hashing.md).
     """
     found = set()
     for node in graph.nodes:
+        found |= {mask for body in node.bodies for mask in kept_masks(body)}
         if hashes(node):
             (number,) = node.outputs
-            while len(users := graph.values[number].users) == 1 and not users[0].bodies and len(users[0].outputs) == 1:
-                (number,) = users[0].outputs
-            if {user.backward for user in users} == {False, True}:
+            while number not in graph.outputs and (alone := _made_of_it_alone(graph, number)) is not None:
+                number = alone
+            passes = {user.backward for user in graph.values[number].users}
+            if passes == {False, True} or (passes == {False} and number in graph.outputs):
                 found.add(number)
     return found
+
+
+def _made_of_it_alone(graph: Graph, number: int) -> int | None:
+    """The result of the one equation that reads a value, if nothing else goes into it but numbers."""
+    users = graph.values[number].users
+    if len(users) != 1 or users[0].bodies or len(users[0].outputs) != 1:
+        return None
+    others = (graph.values[x] for x in users[0].inputs if isinstance(x, int) and x != number)
+    spread = (x.elements == 1 or (x.producer is not None and x.producer.prim == "broadcast_in_dim") for x in others)
+    return users[0].outputs[0] if all(spread) else None

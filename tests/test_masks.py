@@ -52,16 +52,44 @@ def train(params, x, seed):
 ARGS = [jax.ShapeDtypeStruct((128, 128), jnp.float32)] * 2, jax.ShapeDtypeStruct((4096, 128), jnp.float32), SEED
 
 
-def test_masks_that_both_passes_read_are_found():
-    graph = graph_of(train, *ARGS)
+def scanned(params, x, seed):
+    """The layers of ``train`` in a loop."""
+
+    def loss(p):
+        body = lambda y, wk: (drop(jnp.tanh(y @ wk[0]), seed + wk[1]), None)  # noqa: E731
+        y, _ = jax.lax.scan(body, x, (jnp.stack(p), jnp.arange(len(p))))
+        return jnp.sum(y * y)
+
+    return [w - 0.1 * g for w, g in zip(params, jax.grad(loss)(params), strict=True)]
+
+
+@pytest.mark.parametrize(("step", "count"), [(train, 2), (scanned, 1)])
+def test_masks_that_both_passes_read_are_found(step, count):
+    graph = graph_of(step, *ARGS)
     masks = kept_masks(graph)
-    assert len(masks) == 2 and {graph.values[m].dtype for m in masks} == {jnp.dtype(bool)}
+    assert len(masks) == count and {graph.values[m].dtype for m in masks} == {jnp.dtype(bool)}
+
+
+def test_others_are_not():
+    """Of a forward pass alone; and what a mask and an array come to, which both passes read."""
     assert not kept_masks(graph_of(drop, X, SEED))
 
+    def straight_through(x, seed):
+        def loss(x):
+            y = jnp.exp(x)
+            y = y + jax.lax.stop_gradient(drop(y, seed) - y)
+            return jnp.sum(y * y)
 
-@pytest.mark.parametrize(("target", "barriers"), [("v5e:1x1", 2), ("v5e:2x4", 2), ("h100:1", 0)])
-def test_only_tpus_are_told_to_write_them(target, barriers):
+        return jax.grad(loss)(x)
+
+    graph = graph_of(straight_through, X, SEED)
+    assert any(hashes(node) for node in walk(graph)) and not kept_masks(graph)
+
+
+@pytest.mark.parametrize(("step", "barriers"), [(train, 2), (scanned, 1)])
+@pytest.mark.parametrize(("target", "written"), [("v5e:1x1", True), ("v5e:2x4", True), ("h100:1", False)])
+def test_only_tpus_are_told_to_write_them(step, barriers, target, written):
     mesh = {"data": jaxauto.Target(target).num_devices}
-    plan = jaxauto.plan(train, *ARGS, target=target, mesh=mesh, remat="off", certify=False, progress=False)
-    written = [line for line in plan.lower().as_text().splitlines() if "optimization_barrier" in line and "xi1>" in line]
-    assert len(written) == barriers
+    plan = jaxauto.plan(step, *ARGS, target=target, mesh=mesh, remat="off", certify=False, progress=False)
+    lines = [line for line in plan.lower().as_text().splitlines() if "optimization_barrier" in line and "xi1>" in line]
+    assert len(lines) == barriers * written
