@@ -247,16 +247,19 @@ class Remat:
         all that random bits take."""
         if node.bodies:
             return sum(self.again_seconds(n, share) * n_times for n, n_times in self._inside(node))
-        traffic = self.node_seconds(node) * (1.0 if node.id in self.operations else self.shares[0] if share is None else share)
-        return traffic + seconds_of_hashes(node, self.chip)
+        share = 1.0 if node.id in self.operations else self.shares[0] if share is None else share
+        return share * self._roofline(node) + seconds_of_hashes(node, self.chip)
 
     def _inside(self, node: Node) -> list[tuple[Node, float]]:
         times = self.groups.times
         inner = [n for body in node.bodies for n in walk(body) if not n.bodies]
         return [(n, times[n.id] / times[node.id]) for n in inner]
 
-    def node_seconds(self, node) -> float:
-        """Seconds of one unsharded run: a roofline."""
+    def node_seconds(self, node: Node) -> float:
+        """Seconds of one unsharded run."""
+        return self._roofline(node) + seconds_of_hashes(node, self.chip)
+
+    def _roofline(self, node: Node) -> float:
         return unsplit_seconds(node, self.operations.get(node.id), self.graph.values, self.chip)
 
     def variant(self, level: Level) -> Variant:
