@@ -183,11 +183,13 @@ _HASHED = Number(3.2e-12, "s", _TIMED.format("h200"), "fitted")  # the H100 take
 def _reached(
     flops: float, convolution: float, bandwidth: float, writes: float, source: str, origin: Literal["fitted", "assumed"] = "fitted"
 ) -> dict[str, Number]:
-    """What a GPU reaches of its peaks, and what starting a kernel takes."""
+    """What a GPU reaches of its peaks, and what starting a kernel and a hash take."""
     names = ("flops_efficiency", "convolution_efficiency", "bandwidth_efficiency", "dot_writes")
     figures = dict(zip(names, (flops, convolution, bandwidth, writes), strict=True))
     shares = {name: Number(value, "1", source, origin) for name, value in figures.items()}
-    return shares | {"launch_seconds": _LAUNCH, "hash_seconds": _HASHED}
+    return shares | {
+        name: dataclasses.replace(number, origin=origin) for name, number in (("launch_seconds", _LAUNCH), ("hash_seconds", _HASHED))
+    }
 
 
 _REACHED = _reached(0.7, 0.65, 0.86, 1.5, "as h200; dots between it and h100", "assumed")
