@@ -41,8 +41,7 @@ STEPS = ("2", "4", "5")
 
 def copied(size: int) -> tuple:
     """Reads and writes what dropout does."""
-    step, args = calibration_programs.dropout(size)
-    del step
+    _, args = calibration_programs.dropout(size)
     return lambda x, seed: x * 2 + seed.astype(x.dtype), args
 
 
