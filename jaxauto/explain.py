@@ -19,7 +19,7 @@ from jaxauto.options import mesh_axes
 from jaxauto.solve.facts import buffer_runs
 from jaxauto.solve.live import timeline
 from jaxauto.solve.search import Candidate
-from jaxauto.solve.work import hash_seconds, launches
+from jaxauto.solve.work import launches, unhidden_seconds
 from jaxauto.strategies import shards
 from jaxauto.tables import Section, as_text, duration, share, size
 from jaxauto.targets.target import Target
@@ -138,7 +138,7 @@ def _operations(plan: Plan, best: Candidate) -> Section:
     if model.chip.launch_seconds:
         count["starting kernels"] = launches(model.variant)
         total["starting kernels"] = count["starting kernels"] * model.chip.launch_seconds
-    for number, seconds in hash_seconds(model.variant, model.chip).items():
+    for number, seconds in unhidden_seconds(model.variant, model.chip).items():
         pieces = shards(model.position(best.x, number)[None], model.mesh.sizes)
         total["random bits: hashes beyond the memory traffic"] += seconds / float(pieces[0])
     compute = plan.estimate.compute_time

@@ -18,8 +18,8 @@ def hashes(node: Node) -> float:
 def kept_masks(graph: Graph) -> set[int]:
     """What is made of random bits alone and both passes read: masks of dropout, noise.
 
-    XLA:TPU fuses hashes as it does any elementwise equations, and makes such a mask anew in each dot that reads it, in the backward pass
-    once for each tile of the result, and once more where a loop stacks it: a barrier has it written (scripts/results/hashing.md).
+    XLA:TPU fuses hashes as it does any elementwise equations, and makes such a mask anew in each dot that reads it, three times in all
+    (scripts/results/hashing.md), and in a loop for its stack too: a barrier has it written.
     """
     found = set()
     for node in graph.nodes:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -90,10 +91,10 @@ class Problem:
 
     def seconds(self, x: np.ndarray) -> float:
         """T(x)."""
-        return float(self.total_seconds({r: np.asarray(self.resource(r, x)) for r in RESOURCES}))
+        return float(self.total_seconds({r: self.resource(r, x) for r in RESOURCES}))
 
-    def total_seconds(self, resources: Mapping[str, np.ndarray]) -> np.ndarray:
-        """T of each of several answers, given its C, P and K: arrays of one shape."""
+    def total_seconds(self, resources: Mapping[str, Any]) -> Any:
+        """T, given C, P and K: numbers, or arrays of one shape with those of several answers."""
         compute, prefetch = resources["compute"], resources["prefetch"]
         return np.maximum(compute, prefetch) + self.exposed_share * np.minimum(compute, prefetch) + resources["blocking"]
 
