@@ -51,8 +51,8 @@ def apply(graph: Graph, decisions: Decisions, mesh: Any, platform: str = "") -> 
     rewritten = offload(made_again, decisions.offloaded)
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else platform
     if decisions.in_order is not None:
-        on_tpu = platform == "tpu"
-        rewritten = in_order(rewritten, decisions.in_order, at_once=on_tpu or mesh.size == 1, strays=not on_tpu)
+        beside = platform == "gpu" and mesh.size > 1  # sums over devices run beside a block
+        rewritten = in_order(rewritten, decisions.in_order, at_once=not beside, strays=platform != "tpu")
     rewritten = sink(rewritten)
     return evaluator(rewritten.graph, _Constraints(decisions, mesh, rewritten, platform))
 

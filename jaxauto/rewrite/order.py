@@ -5,9 +5,8 @@ XLA:GPU starts early what waits for nothing, and puts off what nothing waits for
 weight gradient of the last projection is made after the loops of the backward pass, and the logits' cotangent lies there until then. The
 loss itself is made at the end of the step, on one device at times, and the logits lie there until then. Barriers say when: an operation of
 the backward pass that depends on no forward value waits for the loss; a loop of the backward pass, or a recomputation, waits for the
-gradients that come before it, on several GPUs or CPU devices for those of the block before: their sums run beside a block; the backward
-pass waits for the loss and the metrics too. An array that goes through a barrier is read from there on, or the compiler for several
-devices takes it out.
+gradients that come before it, on several GPUs for those of the block before: their sums run beside a block; the backward pass waits for
+the loss and the metrics too. An array that goes through a barrier is read from there on, or the compiler for several devices takes it out.
 
 XLA:TPU puts weight gradients off as well, and makes the update with them unless they are summed over devices first. Of those some are
 waited for, that read much more than they are, as the last projection's does, and some on one device that is short of memory

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jaxauto.aot import abstract_mesh
 from jaxauto.blocks import find_blocks
@@ -39,3 +42,34 @@ def test_what_is_kept_is_not_resharded_as_the_operand_of_what_made_it():
     barriers = [eqn for eqn in equations if eqn.primitive.name == "optimization_barrier"]
     passed = [made_by[x] for eqn in barriers for x in eqn.invars if x in made_by and x.aval.shape == (32, 256)]
     assert passed and all(eqn.params["sharding"].spec == jax.sharding.PartitionSpec("data", "model") for eqn in passed)
+
+
+def test_on_cpu_what_is_made_again_waits_for_all_gradients_before_it():
+    """As compiled for eight devices: the head's gradient is summed before a block is made again, or the logits' cotangent lies beside it."""
+
+    def deep_step(weights, head, x):
+        def loss(weights, head):
+            y = x
+            for up, down in weights:
+                y = y + jnp.tanh(y @ up) @ down
+            return jnp.mean(jnp.tanh(y @ head) ** 2)
+
+        return jax.grad(loss, argnums=(0, 1))(weights, head)
+
+    shape = jax.ShapeDtypeStruct
+    layers = [(shape((64, 512), jnp.float32), shape((512, 64), jnp.float32))] * 3
+    args = layers, shape((64, 1024), jnp.float32), shape((4096, 64), jnp.float32)
+    graph = build(trace(deep_step, args).jaxpr)
+    kept = tuple(frozenset() for _ in find_blocks(graph))
+    mesh = jax.make_mesh((8,), ("data",))
+    shardings = [*[NamedSharding(mesh, P())] * 7, NamedSharding(mesh, P("data"))]
+
+    def sums_before(in_order):
+        run = jax.jit(apply(graph, Decisions({}, {}, kept, in_order=in_order), mesh), in_shardings=shardings)
+        text = run.lower(*jax.tree.leaves(args)).compile().as_text()
+        assert "is_scheduled=true" in text
+        sums = re.findall(r"= (.*) all-reduce\(", text)
+        return next(k for k, shape in enumerate(sums) if "f32[1024,64]" in shape)
+
+    assert sums_before(frozenset(graph.outputs)) == 1, "what the backward pass begins with is waited for before it"
+    assert sums_before(None) > 2
