@@ -6,7 +6,8 @@ import re
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxauto.aot import abstract_mesh
 from jaxauto.blocks import find_blocks
@@ -45,7 +46,7 @@ def test_what_is_kept_is_not_resharded_as_the_operand_of_what_made_it():
 
 
 def test_on_cpu_what_is_made_again_waits_for_all_gradients_before_it():
-    """As compiled for eight devices: the head's gradient is summed before a block is made again, or the logits' cotangent lies beside it."""
+    """As compiled for eight devices: the head's gradient is summed before a block is made again, or the logits' cotangent lies there."""
 
     def deep_step(weights, head, x):
         def loss(weights, head):
