@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from jaxauto.core import Graph, Node
 
+_DOTS = frozenset({"dot_general", "conv_general_dilated"})
+_FUSED = frozenset({"add", "convert_element_type", "div", "mul", "neg", "reshape", "select_n", "squeeze", "sub", "transpose"})
+
 
 def hashes(node: Node) -> float:
     """Hashes of one run of a node: one for each element, whatever its width (``jax_threefry_partitionable``)."""
@@ -16,10 +19,10 @@ def hashes(node: Node) -> float:
 
 
 def kept_masks(graph: Graph) -> set[int]:
-    """What is made of random bits alone and both passes read: masks of dropout, noise.
+    """What is made of random bits alone and several kernels read: masks of dropout, noise.
 
-    XLA:TPU fuses hashes as it does any elementwise equations, and makes such a mask anew in each dot that reads it, three times in all
-    (scripts/results/hashing.md), and in a loop for its stack too: a barrier has it written.
+    XLA:TPU fuses hashes as it does any elementwise equations, and makes such a mask anew in each dot that reads it or what it is selected
+    for, three times in all (scripts/results/hashing.md), and in a loop for its stack too: a barrier has it written.
     """
     found = set()
     for node in graph.nodes:
@@ -28,10 +31,19 @@ def kept_masks(graph: Graph) -> set[int]:
             (number,) = node.outputs
             while number not in graph.outputs and (alone := _made_of_it_alone(graph, number)) is not None:
                 number = alone
-            passes = {user.backward for user in graph.values[number].users}
-            if passes == {False, True} or (passes == {False} and number in graph.outputs):
+            users = graph.values[number].users
+            stacked = number in graph.outputs and {user.backward for user in users} == {False}
+            if len(users) > 1 or stacked or _goes_into_dots(graph, number):
                 found.add(number)
     return found
+
+
+def _goes_into_dots(graph: Graph, number: int) -> bool:
+    """Whether several dots read what elementwise equations make of a value."""
+    users = graph.values[number].users
+    while len(users) == 1 and users[0].prim in _FUSED and users[0].outputs[0] not in graph.outputs:
+        users = graph.values[users[0].outputs[0]].users
+    return sum(user.prim in _DOTS for user in users) > 1
 
 
 def _made_of_it_alone(graph: Graph, number: int) -> int | None:

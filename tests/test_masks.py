@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxauto
+from jaxauto.blocks import find_blocks
+from jaxauto.cost.fusion import find_buffers
 from jaxauto.graph import build, walk
 from jaxauto.masks import hashes, kept_masks
+from jaxauto.rewrite.recompute import recompute
+from jaxauto.rules import rule_for
+from jaxauto.trace import trace
 
 N = 2**10
 X = jax.ShapeDtypeStruct((N,), jnp.float32)
@@ -68,6 +75,34 @@ def test_masks_that_both_passes_read_are_found(step, count):
     graph = graph_of(step, *ARGS)
     masks = kept_masks(graph)
     assert len(masks) == count and {graph.values[m].dtype for m in masks} == {jnp.dtype(bool)}
+
+
+def test_masks_that_are_made_again_are_found_where_several_kernels_read_them():
+    """The first layer's, by its activation and by the cotangent; and one that goes into what several dots read."""
+    graph = build(trace(train, ARGS).jaxpr)
+    again = recompute(graph, {k: frozenset() for k, _ in enumerate(find_blocks(graph))}).graph
+    assert [m for m in kept_masks(again) if {user.backward for user in again.values[m].users} == {True}]
+
+    def gradients(count, w, x, ct, seed):
+        ct = drop(ct, seed) * 2.0
+        return [dot() for dot in (lambda: x.T @ ct, lambda: ct @ w.T)[:count]]
+
+    for count in (1, 2):
+        graph = graph_of(functools.partial(gradients, count), ARGS[0][0], ARGS[1], ARGS[1], SEED)
+        assert len(kept_masks(graph)) == count - 1
+
+
+@pytest.mark.parametrize("kept", [None, frozenset()], ids=["as written", "made again"])
+@pytest.mark.parametrize("step", [train, scanned])
+def test_the_cost_model_gives_memory_to_the_masks_that_are_written(step, kept):
+    """And to no other: what is told to be written once is what has a barrier."""
+    graph = build(trace(step, ARGS).jaxpr)
+    if kept is not None:
+        graph = recompute(graph, {k: kept for k, _ in enumerate(find_blocks(graph))}).graph
+    rules = {node.id: rule_for(node.eqn) for node in walk(graph) if not node.bodies}
+    buffers = find_buffers(graph, rules, platform="tpu")
+    made = {x: graph.values[x].producer for x in buffers.ids.tolist() if graph.values[x].dtype == bool}
+    assert {x for x, node in made.items() if node is not None and not node.bodies} == kept_masks(graph)
 
 
 def test_others_are_not():

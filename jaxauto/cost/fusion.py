@@ -30,7 +30,7 @@ from jaxauto.cost.patterns import is_bound, is_shared, is_shifted, is_softmax, i
 from jaxauto.cost.stacks import stack_passes
 from jaxauto.cost.widened import WIDE, Rounded, is_in_steps, is_narrow
 from jaxauto.graph import walk
-from jaxauto.masks import hashes
+from jaxauto.masks import hashes, kept_masks
 from jaxauto.rewrite.away import fetched
 from jaxauto.rewrite.narrow import only_multiplied
 
@@ -78,6 +78,7 @@ class _Fusion:
         self.platform, self.ops_per_byte, self.alone = platform, vector_rate, devices == 1
         self.values = graph.values
         self.narrowed = only_multiplied(graph) if platform == "tpu" else frozenset()
+        self.drawn = kept_masks(graph) if platform == "tpu" else frozenset()
         self.virtual: dict[int, frozenset[int]] = {}  # value → roots it is recomputed from
         self.made_twice: dict[int, frozenset[int]] = {}  # stored for a stack; a dot makes it once more, from these
         self.costly: set[int] = set()
@@ -239,7 +240,9 @@ class _Fusion:
             self.kernels.meet(node, number, operands, self.virtual)
         if self.rounded and kind is Kind.REDUCE and is_in_steps(node):
             self.write_for_one(operands)
-        wanted = writes or (self.rounded and hashes(node)) or any(self.is_read(value, u, roots) for u in value.users)
+        wanted = (
+            writes or number in self.drawn or (self.rounded and hashes(node)) or any(self.is_read(value, u, roots) for u in value.users)
+        )
         if not wanted and (wanted := number in outputs) and number not in self.heavy:
             self.made_twice[number] = roots
         if self.kernels:
