@@ -19,6 +19,8 @@ from jaxauto.cost.fusion import find_buffers
 from jaxauto.cost.layout import minor_dims, padding
 from jaxauto.cost.liveness import live_bytes
 from jaxauto.cost.onchip import in_hbm, place
+from jaxauto.cost.padded import live_beside_padded
+from jaxauto.cost.pooling import live_beside_pools
 from jaxauto.cost.widened import live_beside_dots
 from jaxauto.errors import ArgumentError
 from jaxauto.graph import build, multiplicity, walk
@@ -28,8 +30,6 @@ from jaxauto.profile_memory import Memory, Profiled, node_name
 from jaxauto.profile_traffic import Traffic
 from jaxauto.rules import rule_for
 from jaxauto.solve.facts import spatial_dims
-from jaxauto.solve.padded import live_beside_padded
-from jaxauto.solve.pooled import live_beside_pools
 from jaxauto.tables import Section, as_html, duration, page
 from jaxauto.targets.target import Target, resolve
 from jaxauto.timeline import Row, Table, Timeline, short, source_text, text_table

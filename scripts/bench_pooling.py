@@ -1,6 +1,6 @@
 """The gradient of max pooling, estimated and compiled: python scripts/bench_pooling.py. Writes results/pooling.md.
 
-What ``jaxauto/solve/pooled.py`` says was read off such programs, so the table shows that it is what they do, not that it holds elsewhere.
+What ``jaxauto/cost/pooling.py`` says was read off such programs, so the table shows that it is what they do, not that it holds elsewhere.
 Temporaries of one device, in MiB: of an array [64, 64, 64, 64], pooled by two each way, and its gradient alone.
 """
 
