@@ -138,7 +138,7 @@ def _operations(plan: Plan, best: Candidate) -> Section:
     if model.chip.launch_seconds:
         count["starting kernels"] = launches(model.variant)
         total["starting kernels"] = count["starting kernels"] * model.chip.launch_seconds
-    for number, seconds in unhidden_seconds(model.variant, model.chip).items():
+    for number, seconds in unhidden_seconds(model).items():
         pieces = shards(model.position(best.x, number)[None], model.mesh.sizes)
         total["random bits: hashes beyond the memory traffic"] += seconds / float(pieces[0])
     compute = plan.estimate.compute_time

@@ -50,14 +50,18 @@ def add_launches(model: Model) -> None:
 
 def add_hashes(model: Model) -> None:
     """What random bits take beyond the bytes of their kernels, each device of its part of them."""
-    for number, seconds in model.cached(("hashes", model.variant), lambda: unhidden_seconds(model.variant, model.chip)).items():
+    for number, seconds in unhidden_seconds(model).items():
         group, dims = model.groups.place[number]
         v = model.var("group", group)
         model.problem.add_unary("compute", v, seconds / shards(project(model.states[v], dims), model.mesh.sizes))
 
 
-def unhidden_seconds(variant: Variant, chip: Any) -> dict[int, float]:
+def unhidden_seconds(model: Model) -> dict[int, float]:
     """Value as written → seconds of a step that its random bits take beyond the bytes of their kernels, on one device."""
+    return model.cached(("hashes", model.variant), lambda: _unhidden(model.variant, model.chip))
+
+
+def _unhidden(variant: Variant, chip: Any) -> dict[int, float]:
     graph, total = variant.rewritten.graph, defaultdict(float)
     found = unhidden(graph, variant.buffers, chip)
     runs = multiplicity(graph) if found else {}
