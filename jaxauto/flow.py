@@ -63,3 +63,11 @@ def is_spread(values: Mapping[int, Value], number: int) -> bool:
         if budget < 0:
             return False
     return True
+
+
+def narrow(values: Mapping[int, Value], number: int) -> int | None:
+    """What a value was before an equation converted it to a type of more bytes; None: none did."""
+    node = values[number].producer
+    if node is None or node.prim != "convert_element_type" or not isinstance(x := node.inputs[0], int):
+        return None
+    return x if values[x].nbytes < values[number].nbytes else None

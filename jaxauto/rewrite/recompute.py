@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 from jaxauto.blocks import Block, closure, find_blocks, phases
-from jaxauto.core import Graph, Literal, Node, Trips
-from jaxauto.flow import is_spread
+from jaxauto.core import Graph, Literal, Node, Trips, Value
+from jaxauto.flow import is_spread, narrow
 from jaxauto.reruns import Rerun, find_reruns
 from jaxauto.rewrite.program import Program, Rewritten, cotangent_at, read_as, readers_of, renamed, ripeness
 from jaxauto.rewrite.split import Part, check_split, split_pair
@@ -144,13 +144,14 @@ def _rewrite_straight(program: Program, chosen: _Straight) -> None:
         uses = [k for v in dropped for k in readers.get(v, ()) if phase[graph.nodes[k].id] > block.phase]
         reads = tuple(v for v in reads if not is_spread(original.values, v))
         if uses:
-            starts.setdefault(min(uses), []).append(_Recomputation(block.phase, nodes, reads, dropped, kept & {*reads}))
+            place = _before_widening(graph.nodes, original.values, min(uses))
+            starts.setdefault(place, []).append(_Recomputation(block.phase, nodes, reads, dropped, kept & {*reads}))
     for rerun in chosen.reruns:
         work = _rerun(program, rerun, readers, phase)
         uses = [k for v in work.dropped for k in readers.get(v, ()) if phase[graph.nodes[k].id] > rerun.phase]
         uses += [k for k, works in starts.items() if any(work.dropped & {*other.reads} for other in works)]
         if uses:
-            starts.setdefault(min(uses), []).insert(0, work)
+            starts.setdefault(_before_widening(graph.nodes, original.values, min(uses)), []).insert(0, work)
     result: list[Node] = []
     names: _Names = {}
     for k, node in enumerate(graph.nodes):
@@ -162,6 +163,13 @@ def _rewrite_straight(program: Program, chosen: _Straight) -> None:
         result.append(node)
     graph.nodes = result
     _drop_unread(graph, {n.id for rerun in chosen.reruns for n in rerun.nodes if n.prim == "scan"})
+
+
+def _before_widening(nodes: Sequence[Node], values: Mapping[int, Value], place: int) -> int:
+    """Where a recomputation for the node at ``place`` begins: a cotangent that is widened for it passes the barrier as narrow as it was."""
+    while place and any(x in nodes[place].inputs and narrow(values, x) is not None for x in nodes[place - 1].outputs):
+        place -= 1
+    return place
 
 
 def _made_again(program: Program, work: _Recomputation, cotangent: int | None, near: Node, names: _Names) -> list[Node]:

@@ -356,3 +356,33 @@ def test_messages():
         recompute(graph, {99: frozenset()})
     with pytest.raises(ValueError, match=r"block 0 \(.*\) does not make value 0: keep values that its forward nodes return"):
         recompute(graph, {0: frozenset({0})})
+
+
+def post_norm_step(params, x):
+    """Blocks that end with a norm in float32: the backward pass of each begins with a cotangent that is widened."""
+
+    def block(y, w):
+        h = jnp.tanh(y @ w).astype(jnp.float32)
+        return y + (h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True))).astype(jnp.bfloat16)
+
+    def loss(params):
+        y = x
+        for w in params[:-1]:
+            y = block(y, w)
+        return jnp.mean((y @ params[-1]).astype(jnp.float32) ** 2)
+
+    return jax.grad(loss)(params)
+
+
+def test_what_is_made_again_for_a_widened_cotangent_waits_for_it_as_it_was():
+    """Not for the loss, or a compiler makes the last block again before the gradient of the head, with the logits' cotangent there."""
+    args = [jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)] * 3, jax.ShapeDtypeStruct((256, 64), jnp.bfloat16)
+    graph = graph_of(post_norm_step, args)
+    result = recompute(graph, nothing(find_blocks(graph))).graph
+    made = {x: node for node in result.nodes for x in node.outputs}
+    _, *barriers = (node for node in result.nodes if node.prim == "optimization_barrier")  # the first is the loss's own
+    assert len(barriers) == 2
+    for barrier in barriers:
+        (tie,) = (x for x in barrier.inputs if x in made and made[x].backward)
+        assert result.values[tie].dtype == jnp.bfloat16 and result.values[tie].shape == (256, 64), "written as narrow as it is"
+        assert made[tie].prim in ("dot_general", "add_any"), "what the backward pass has come to"
