@@ -49,7 +49,7 @@ def data_dependent(graph: Graph, inputs: Sequence[int]) -> set[int]:
 
 
 def is_spread(values: Mapping[int, Value], number: int) -> bool:
-    """Whether a value is made of less than half its bytes, by cheap elementwise equations and broadcasts alone: a mask, zeros."""
+    """Whether a value is made of no more than half its bytes, by cheap elementwise equations and broadcasts alone: a mask, zeros."""
     budget, wanted, seen = values[number].nbytes / 2, [number], {number}
     while wanted:
         value = values[wanted.pop()]
