@@ -167,7 +167,7 @@ def _rewrite_straight(program: Program, chosen: _Straight) -> None:
 
 def _before_widening(nodes: Sequence[Node], values: Mapping[int, Value], place: int) -> int:
     """Where a recomputation for the node at ``place`` begins: a cotangent that is widened for it passes the barrier as narrow as it was."""
-    while place and any(x in nodes[place].inputs and narrow(values, x) is not None for x in nodes[place - 1].outputs):
+    while place and any(x in nodes[place].inputs and narrow(values, x) is not None for x in nodes[place - 1].outputs if x in values):
         place -= 1
     return place
 
