@@ -3,8 +3,8 @@
 TPUs: dropout compiled ahead of time beside the same arrays only copied; cycles are what XLA expects of the dearest kernel, all cores
 together. Operations: cycles times what the vector units do in one (``Chip.vector_flops``). The planner charges ``Chip.hash_seconds``.
 GPUs: dropout as it was timed by scripts/calibrate.py. Steps: generated programs with dropout, on one device, nothing recomputed, and one
-with 5 % more than the least memory ("full", on v5e), compiled with the masks written once (``masks.kept_masks``), as plans have it, and without
-that; hashes are counted in the compiled programs.
+with 5 % more than the least memory ("full", on v5e), compiled with the masks written once (``masks.kept_masks``), as plans have it, and
+without that; hashes are counted in the compiled programs.
 """
 
 from __future__ import annotations
