@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jaxauto.core import OPERATIONS, Graph, LinkKind, OpRule, Value
+from jaxauto.core import OPERATIONS, Graph, LinkKind, Node, OpRule, Value
 from jaxauto.graph import walk
 
 # Compilers make what comes of these again inside whatever reads it.
@@ -65,9 +65,9 @@ def is_spread(values: Mapping[int, Value], number: int) -> bool:
     return True
 
 
-def narrow(values: Mapping[int, Value], number: int) -> int | None:
-    """What a value was before an equation converted it to a type of more bytes; None: none did."""
-    node = values[number].producer
-    if node is None or node.prim != "convert_element_type" or not isinstance(x := node.inputs[0], int):
-        return None
-    return x if values[x].nbytes < values[number].nbytes else None
+def is_widening(node: Node, values: Mapping[int, Value]) -> bool:
+    """A conversion to a type of more bytes."""
+    if node.prim != "convert_element_type":
+        return False
+    (x,), (out,) = node.inputs, node.outputs
+    return isinstance(x, int) and values[x].nbytes < values[out].nbytes

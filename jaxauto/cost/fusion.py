@@ -26,9 +26,10 @@ from jaxauto.cost.clusters import FUSING, Clusters
 from jaxauto.cost.kernels import Kernels
 from jaxauto.cost.liveness import Beside, Buffers, fill_early, fill_together, take_over
 from jaxauto.cost.order import in_donated, schedule
-from jaxauto.cost.patterns import is_bound, is_shared, is_shifted, is_softmax, is_strided, is_widening, keeps_exp, slides
+from jaxauto.cost.patterns import is_bound, is_shared, is_shifted, is_softmax, is_strided, keeps_exp, slides
 from jaxauto.cost.stacks import stack_passes
 from jaxauto.cost.widened import WIDE, Rounded, is_in_steps, is_narrow
+from jaxauto.flow import is_widening
 from jaxauto.graph import walk
 from jaxauto.masks import hashes, kept_masks
 from jaxauto.rewrite.away import fetched
@@ -240,9 +241,8 @@ class _Fusion:
             self.kernels.meet(node, number, operands, self.virtual)
         if self.rounded and kind is Kind.REDUCE and is_in_steps(node):
             self.write_for_one(operands)
-        wanted = (
-            writes or number in self.drawn or (self.rounded and hashes(node)) or any(self.is_read(value, u, roots) for u in value.users)
-        )
+        drawn = number in self.drawn or (self.rounded and hashes(node))
+        wanted = writes or drawn or any(self.is_read(value, u, roots) for u in value.users)
         if not wanted and (wanted := number in outputs) and number not in self.heavy:
             self.made_twice[number] = roots
         if self.kernels:

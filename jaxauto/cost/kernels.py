@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxauto.core import Kind, Link, LinkKind, Literal, Node, Value
 from jaxauto.cost.clusters import Found
-from jaxauto.cost.patterns import is_widening
+from jaxauto.flow import is_widening
 
 LONGEST = 16384  # elements of a row that one kernel holds; 32,768 are read in parts
 _ALIGNED = 16  # elements: what a dot that is split contracts is padded to a multiple

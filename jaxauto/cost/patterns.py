@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxauto.core import Kind, Node, OpRule, Value
+from jaxauto.flow import is_widening
 
 ROW = 4096  # elements: a softmax over as many does not fuse with the dot that makes its operand
 LONG = 4096  # elements: over more it writes no exp either
@@ -60,12 +61,6 @@ def lanes_filled(node: Node) -> float:
     specs, values = node.params["dimension_numbers"], (*node.eqn.invars[:2], node.eqn.outvars[0])
     largest, spec = max(((v.aval, spec) for v, spec in zip(values, specs, strict=True)), key=lambda pair: pair[0].size)
     return min(-(-largest.shape[d] // _LANES) * _LANES / largest.shape[d] for d in spec[:2])
-
-
-def is_widening(node: Node, values: Mapping[int, Value]) -> bool:
-    """A conversion to a type of more bytes."""
-    (x,), (out,) = node.inputs[:1], node.outputs[:1]
-    return node.prim == "convert_element_type" and isinstance(x, int) and values[x].nbytes < values[out].nbytes
 
 
 def is_softmax(value: Value, sums: Sequence[Node]) -> bool:

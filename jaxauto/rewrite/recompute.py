@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 from jaxauto.blocks import Block, closure, find_blocks, phases
 from jaxauto.core import Graph, Literal, Node, Trips, Value
-from jaxauto.flow import is_spread, narrow
+from jaxauto.flow import is_spread, is_widening
 from jaxauto.reruns import Rerun, find_reruns
 from jaxauto.rewrite.program import Program, Rewritten, cotangent_at, read_as, readers_of, renamed, ripeness
 from jaxauto.rewrite.split import Part, check_split, split_pair
@@ -167,7 +167,7 @@ def _rewrite_straight(program: Program, chosen: _Straight) -> None:
 
 def _before_widening(nodes: Sequence[Node], values: Mapping[int, Value], place: int) -> int:
     """Where a recomputation for the node at ``place`` begins: a cotangent that is widened for it passes the barrier as narrow as it was."""
-    while place and any(x in nodes[place].inputs and narrow(values, x) is not None for x in nodes[place - 1].outputs if x in values):
+    while place and is_widening(before := nodes[place - 1], values) and before.outputs[0] in nodes[place].inputs:
         place -= 1
     return place
 
