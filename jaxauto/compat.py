@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import partial_eval as _pe
@@ -63,6 +65,26 @@ def _bind_params(eqn: Any) -> tuple[list, dict]:
     if isinstance(got, dict):  # newer: no sub-functions
         return [], got
     return list(got[0]), dict(got[1])
+
+
+def scatter_selected(eqn: Any, source: Any, operand: Any, zero: Any) -> Any:
+    """What a ``select_and_scatter_add`` of floating-point arrays does, into an array of the scalar ``zero``, there a constant."""
+    select, padding = eqn.params["select_prim"], eqn.params["padding"]
+    least = jnp.array(-jnp.inf if select is lax.ge_p else jnp.inf, operand.dtype)
+    of_two = lambda f: jax.make_jaxpr(f)(*[jax.ShapeDtypeStruct((), operand.dtype)] * 2).jaxpr  # noqa: E731
+    result = lax.select_and_scatter_p.bind(
+        lax.pad(operand, least, [(low, high, 0) for low, high in padding]),
+        source,
+        zero,
+        select_jaxpr=of_two(select.bind),
+        select_consts=(),
+        scatter_jaxpr=of_two(lax.add),
+        scatter_consts=(),
+        window_dimensions=eqn.params["window_dimensions"],
+        window_strides=eqn.params["window_strides"],
+        padding=((0, 0),) * operand.ndim,
+    )
+    return lax.slice(result, [low for low, _ in padding], [low + n for (low, _), n in zip(padding, operand.shape, strict=True)])
 
 
 @contextlib.contextmanager

@@ -87,7 +87,7 @@ class _Fusion:
         self.dear: set[int] = set()  # those of a softmax that is made again too
         self.moved: dict[int, bool] = {}  # virtual, and its elements lie elsewhere in its roots; whether in another order of dimensions
         self.clusters = Clusters(graph.values, rules, rate, alone=self.alone) if platform == "tpu" else None
-        self.rounded = Rounded(self.kind) if platform == "cpu" else None
+        self.rounded = Rounded(self.kind, self.values) if platform == "cpu" else None
         self.kernels = Kernels(graph.values, self.kind, devices) if platform == "gpu" else None
         self.hides = platform != "cpu" and (devices > 1 or bool(fetched(graph)))  # collectives, copies from the host
         self.delayed = (lambda node: self.kind(node) in FUSING) if self.hides else None
@@ -163,7 +163,7 @@ class _Fusion:
     def bytes_of(self, fixed: set[int], number: int) -> float:
         """Bytes of a buffer; arguments and results, also those of loops and barriers, have the type they are said to have."""
         value = self.values[self.copied.get(number, number)]
-        keeps = number in fixed or is_bound(value)
+        keeps = number in fixed or (is_bound(value) and not (self.rounded and self.rounded.is_wide_alone(value)))
         if number in self.narrowed and not keeps:
             return value.nbytes / 2
         if self.rounded and number in self.copied:
@@ -320,6 +320,8 @@ class _Fusion:
         slices = self.clusters.slices if self.clusters else ()  # made where they are read
         wide = [self.values[r].nbytes for r in roots if 2 * self.values[r].elements >= value.elements and r not in slices]
         moves_more = len(wide) > 1 and (self.clusters is None or sum(wide) > value.nbytes)
+        if self.kernels and self.kernels.is_compared(value):
+            moves_more = sum(wide) > 3 * value.nbytes  # read by two kernels; or read, written and read by both
         return value.id in self.costly or moves_more or len(roots) > _MAX_ROOTS
 
     def roots(self, number: int) -> frozenset[int]:

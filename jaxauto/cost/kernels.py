@@ -242,6 +242,12 @@ class Kernels:
         every = ((x, self._ends(node.outputs[0], self.values[x].elements, outputs)) for x, node in self._sums(number))
         return any(self._seed(x, ends) is not None for x, ends in every)
 
+    def is_compared(self, value: Value) -> bool:
+        """Whether two kernels read a value: one makes what it is used for, another compares it, and a mask is made where it is used."""
+        made = [out for user in value.users if self._elementwise(user) for out in user.outputs]
+        masks = [out for out in made if self.values[out].dtype == np.bool_]
+        return len(masks) == 1 and len(made) == len(value.users) == 2
+
     def leaves(self, number: int) -> bool:
         """Whether something made in a kernel that holds rows is summed over other dimensions, which takes a kernel of its own."""
         users = self.values[number].users

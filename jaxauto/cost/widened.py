@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -34,8 +34,8 @@ _STEP = 32  # elements that one step of a reduction reduces (tree_reduction_rewr
 class Rounded:
     """The choices of one program. ``passed``: values that dots and other operations read as arrays."""
 
-    def __init__(self, kind_of: Callable[[Node], Kind]):
-        self.kind_of = kind_of
+    def __init__(self, kind_of: Callable[[Node], Kind], values: Mapping[int, Value]):
+        self.kind_of, self.values = kind_of, values
         self.passed: set[int] = set()
 
     def bytes_of(self, value: Value, readers: float) -> float:
@@ -52,9 +52,22 @@ class Rounded:
 
     def _stays_wide(self, value: Value, readers: float) -> bool:
         if value.producer is not None and self.kind_of(value.producer) in MATRIX:
-            flat = len(value.shape) == 2 or value.producer.prim == "conv_general_dilated"  # others are reshaped, and rounded for that
-            return (readers <= 1 and value.id not in self.passed) or (flat and all(map(_widens, value.users)))
+            return (readers <= 1 and value.id not in self.passed) or self.is_wide_alone(value)
         return any(map(_widens, value.users)) or self._is_copied_alone(value)
+
+    def is_wide_alone(self, value: Value) -> bool:
+        """Whether all that read the result of a dot widen it, also past a barrier: the select there rounds it as it reads it."""
+        made = value.producer
+        if made is None or self.kind_of(made) not in MATRIX or not (len(value.shape) == 2 or made.prim == "conv_general_dilated"):
+            return False  # others are reshaped, and rounded for that
+        return all(map(_widens, self._readers(value)))
+
+    def _readers(self, value: Value) -> Iterator[Node]:
+        for user in value.users:
+            if user.prim == "optimization_barrier":
+                yield from self._readers(self.values[user.outputs[user.inputs.index(value.id)]])
+            else:
+                yield user
 
     def _is_copied_alone(self, value: Value) -> bool:
         """Whether dots alone read a value, all in one order."""
@@ -68,18 +81,23 @@ def is_narrow(value: Value) -> bool:
 
 
 def order(node: Node, place: int) -> tuple[int, ...]:
-    """The order of dimensions that a dot has its operand copied into; () for that which it has: a matrix's rows and columns in any order.
+    """The order of dimensions that a dot or convolution has its operand copied into; () for that which it has.
 
-    Dimensions of one element have no place.
+    A matrix's rows and columns may lie in any. A convolution wants the batch first and the features last, in its kernel those that it makes
+    (conv_canonicalization.cc); that of a kernel's gradient has the features for its batch. Dimensions of one element have no place.
     """
-    if node.prim != "dot_general":
-        return ()
-    contracted, batch = (sides[place] for sides in node.params["dimension_numbers"])
     shape = node.eqn.invars[place].aval.shape
-    free = [d for d in range(len(shape)) if d not in contracted and d not in batch]
-    parts = [*batch, *free, *contracted] if place == 0 else [*batch, *contracted, *free]
+    if node.prim == "conv_general_dilated":
+        first, second, *space = node.params["dimension_numbers"][place]  # batch and features; features made and read
+        parts = [first, *space, second] if place == 0 else [*space, second, first]
+    elif node.prim == "dot_general" and len(shape) > 2:
+        contracted, batch = (sides[place] for sides in node.params["dimension_numbers"])
+        free = [d for d in range(len(shape)) if d not in contracted and d not in batch]
+        parts = [*batch, *free, *contracted] if place == 0 else [*batch, *contracted, *free]
+    else:
+        return ()
     wanted = tuple(d for d in parts if shape[d] > 1)
-    return () if len(shape) == 2 or all(a < b for a, b in pairwise(wanted)) else wanted
+    return () if all(a < b for a, b in pairwise(wanted)) else wanted
 
 
 def is_in_steps(node: Node) -> bool:

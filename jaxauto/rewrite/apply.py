@@ -61,7 +61,7 @@ class _Constraints(Pins):
     def __init__(self, decisions: Decisions, mesh: Any, rewritten: Rewritten, platform: str):
         self.decisions, self.mesh, self.host = decisions, mesh, rewritten.host
         self.origin, self.stacked, self.values = rewritten.origin, rewritten.stacked, rewritten.graph.values
-        self.on_cpu = platform == "cpu"
+        self.on_cpu, self.on_gpu = platform == "cpu", platform == "gpu"
         self.late = {x for node in rewritten.graph.nodes if node.backward for x in node.outputs} if self.on_cpu else set()
         self.row_major = _told_their_layout(rewritten, decisions, dict(mesh.shape)) if platform == "tpu" and mesh.size > 1 else set()
         self.drawn = kept_masks(rewritten.graph) if platform == "tpu" else set()
@@ -70,6 +70,9 @@ class _Constraints(Pins):
         if not self.on_cpu:
             return super().barrier(arrays)
         return after_last(arrays, {k for k, number in enumerate(numbers) if number in self.late})
+
+    def starts_late(self) -> bool:
+        return self.on_gpu
 
     def pinned(self, array: Any, sharding: Sharding, *, stacked: bool = False) -> Any:
         if self.mesh.size == 1 or array.ndim != len(sharding) + stacked or jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):

@@ -30,6 +30,10 @@ class Pins:
         """Called for every optimization_barrier: lets ``arrays``, of these values, pass together."""
         return list(lax.optimization_barrier(tuple(arrays)))
 
+    def starts_late(self) -> bool:
+        """Whether a compiler makes constant arrays early, and keeps them."""
+        return False
+
 
 def evaluator(graph: Graph, pins: Pins | None = None) -> Callable:
     """A function of the graph's inputs (flat) that returns its outputs (flat list)."""
@@ -153,11 +157,22 @@ def _broadcast(node: Node, operands: list, pin: Pins, first: Any) -> list:
         return [jnp.zeros(node.params["shape"], node.eqn.zero.aval.dtype)]
 
 
+def _pool(node: Node, operands: list, pin: Pins, first: Any) -> list:
+    """The zeros that the gradient of max pooling is scattered into are made once that is there."""
+    source, operand = operands
+    if not (pin.starts_late() and jnp.issubdtype(source.dtype, jnp.floating)):
+        return _equation(node, operands, pin, first)
+    with compat.source_of(node.eqn, node.scope):
+        source, zero = lax.optimization_barrier((source, jnp.zeros((), source.dtype)))
+        return [compat.scatter_selected(node.eqn, source, operand, zero)]
+
+
 _EVALUATE: dict[str, Callable] = {
     "optimization_barrier": _barrier,
     "broadcast_in_dim": _broadcast,
     "device_put": _transfer,
     "scan": _scan,
+    "select_and_scatter_add": _pool,
     "while": _while,
     "cond": _cond,
 }

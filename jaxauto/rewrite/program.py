@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from jaxauto.core import Graph, Literal, Node, Value
-from jaxauto.flow import is_spread
+from jaxauto.flow import is_spread, is_widening
 from jaxauto.graph import BarrierEqn, FillEqn, scan_links
 
 
@@ -191,15 +191,17 @@ def cotangent_at(program: Program, graph: Graph, place: int, phase, readers, pos
     """A value of the backward pass that is alive before the node at ``place`` and waits for most of the forward pass.
 
     Of those what the node itself reads comes first, then arrays before scalars, then the youngest. Not what is spread over an array, by a
-    broadcast or a mask, nor what is widened: nothing but the barrier would have it written. Where the backward pass has made nothing yet
-    that depends on the forward one (that of a mean is a constant), what the forward pass made last, the loss, stands in.
+    broadcast or a mask: nothing but the barrier would have it written. Of what is widened, for the same reason, what it is made of. Where
+    the backward pass has made nothing yet that depends on the forward one (that of a mean is a constant), what the forward pass made last,
+    the loss, stands in.
     """
     read = {x for x in graph.nodes[place].inputs if isinstance(x, int)}
     made = {out: n for n in graph.nodes[max(0, place - 400) : place] for out in n.outputs if phase[n.id] % 2}
     live = [x for x in made if (x in read or readers.get(x, (-1,))[-1] >= place) and ripe[x] >= 0]
     best_first = sorted(live, key=lambda x: (ripe[x], x in read, bool(program.values[x].shape), position[made[x].id]), reverse=True)
+    narrow = (made[x].inputs[0] if is_widening(made[x], program.values) else x for x in best_first)
     spread = lambda x: x in program.written and is_spread(program.written, x)  # noqa: E731
-    if (best := next((x for x in best_first if not spread(x)), None)) is not None:
+    if (best := next((x for x in narrow if not spread(x)), None)) is not None:
         return best
     forward = (out for n in reversed(graph.nodes[:place]) if phase[n.id] % 2 == 0 for out in n.outputs)
     return next((x for x in forward if not program.values[x].shape and jnp.issubdtype(program.values[x].dtype, jnp.floating)), None)

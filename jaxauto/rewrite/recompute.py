@@ -144,20 +144,21 @@ def _rewrite_straight(program: Program, chosen: _Straight) -> None:
         uses = [k for v in dropped for k in readers.get(v, ()) if phase[graph.nodes[k].id] > block.phase]
         reads = tuple(v for v in reads if not is_spread(original.values, v))
         if uses:
-            place = _before_widening(graph.nodes, original.values, min(uses))
-            starts.setdefault(place, []).append(_Recomputation(block.phase, nodes, reads, dropped, kept & {*reads}))
+            starts.setdefault(min(uses), []).append(_Recomputation(block.phase, nodes, reads, dropped, kept & {*reads}))
     for rerun in chosen.reruns:
         work = _rerun(program, rerun, readers, phase)
         uses = [k for v in work.dropped for k in readers.get(v, ()) if phase[graph.nodes[k].id] > rerun.phase]
         uses += [k for k, works in starts.items() if any(work.dropped & {*other.reads} for other in works)]
         if uses:
-            starts.setdefault(_before_widening(graph.nodes, original.values, min(uses)), []).insert(0, work)
+            starts.setdefault(min(uses), []).insert(0, work)
     result: list[Node] = []
     names: _Names = {}
     for k, node in enumerate(graph.nodes):
         for work in starts.get(k, ()):
             cotangent = cotangent_at(program, graph, k, phase, readers, wiring.position, wiring.ripe)
-            result += _made_again(program, work, cotangent, node, names)
+            before = (graph.nodes[at] for at in readers.get(cotangent, ()) if at < k)
+            widened = [n for n in before if is_widening(n, original.values) and readers.get(n.outputs[0], (-1,))[-1] >= k]
+            result += _made_again(program, work, cotangent, widened, node, names)
         late = {x: names[x][0] for x in node.inputs if isinstance(x, int) and x in names and phase[node.id] > names[x][1]}
         read_as(node, late)
         result.append(node)
@@ -165,24 +166,26 @@ def _rewrite_straight(program: Program, chosen: _Straight) -> None:
     _drop_unread(graph, {n.id for rerun in chosen.reruns for n in rerun.nodes if n.prim == "scan"})
 
 
-def _before_widening(nodes: Sequence[Node], values: Mapping[int, Value], place: int) -> int:
-    """Where a recomputation for the node at ``place`` begins: a cotangent that is widened for it passes the barrier as narrow as it was."""
-    while place and is_widening(before := nodes[place - 1], values) and before.outputs[0] in nodes[place].inputs:
-        place -= 1
-    return place
+def _made_again(
+    program: Program, work: _Recomputation, cotangent: int | None, widened: Iterable[Node], near: Node, names: _Names
+) -> list[Node]:
+    """The barrier and the copies of one block; ``names`` learns what later nodes read instead.
 
-
-def _made_again(program: Program, work: _Recomputation, cotangent: int | None, near: Node, names: _Names) -> list[Node]:
-    """The barrier and the copies of one block; ``names`` learns what later nodes read instead."""
+    Args:
+      widened: conversions of the cotangent that are read after the barrier: they come after it too.
+    """
     tie = names[cotangent][0] if cotangent in names else cotangent
     reads = {v: names[v][0] if v in names else v for v in work.reads}
     barrier, through = program.barrier([*reads.values(), *([] if tie is None else [tie])], near)
+    wider: list[Node] = []
     if cotangent is not None and tie is not None:
-        names[cotangent] = (through[tie], work.phase)
+        late = {cotangent: through[tie]}
+        wider = program.again(widened, late)
+        names.update({v: (now, work.phase) for v, now in late.items()})
     passed = {v: through[now] for v, now in reads.items()}
     copies = program.again(work.nodes, passed)
     names.update({v: (passed[v], work.phase) for v in (*work.dropped, *work.saved)})
-    return [barrier, *copies]
+    return [barrier, *wider, *copies]
 
 
 def _rerun(program: Program, rerun: Rerun, readers: Mapping[int, list[int]], phase: Mapping[int, int]) -> _Recomputation:

@@ -83,13 +83,15 @@ def _awaited(candidate: Candidate) -> frozenset[int] | None:
     On TPU, gradients that are summed over devices and take at most half of what is read for them, each of one device's; others are made
     with their update, and to wait for one takes time (2.7 % of a step, GPT-2 medium, unrolled, on v5e): on one device, where something is
     made again for the sake of memory, those are waited for that let much of it go (13 % there). On several CPU devices all are where
-    something is made again, and none elsewhere: a word of what is waited for goes from one device to the others.
+    something is made again, and none elsewhere: a word of what is waited for goes from one device to the others. XLA:CPU puts off what
+    sums a norm's gradients too, and what it sums lies there: for those others wait as well.
     """
     model, x = candidate.model, candidate.x
     platform = model.chip.platform
     alone, pressed = model.mesh.num_devices == 1, any(kept is not None for kept in model.variant.kept)
     if platform != "tpu":
-        return frozenset(value for _, _, value in _finished(model)) if platform == "gpu" or alone or pressed else None
+        finished = [value for _, _, value in _finished(model)] + (_sums(model) if platform == "cpu" else [])
+        return frozenset(finished) if platform == "gpu" or alone or pressed else None
     found = set()
     much = _MUCH * candidate.peak_bytes if pressed and alone else math.inf
     for op, o, value in _finished(model):
@@ -116,6 +118,12 @@ def _finished(model: Model) -> Iterator[tuple[Operation, Operand, int]]:
         while len(value.users) == 1 and value.users[0].prim in _ORDERS and value.users[0].backward:
             value = model.values[value.users[0].outputs[0]]
         yield op, o, value.id
+
+
+def _sums(model: Model) -> list[int]:
+    """Gradients of the straight program that are sums: of what is added to rows, or multiplies them."""
+    reduced = (node for node in model.groups.graph.nodes if node.backward and node.prim == "reduce_sum")
+    return [node.outputs[0] for node in reduced if node.outputs[0] in model.program.late_only]
 
 
 def _made_elsewhere(model: Model, x: np.ndarray) -> Iterator[tuple[int, Sharding]]:

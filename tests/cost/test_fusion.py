@@ -56,6 +56,19 @@ def test_operands_of_dots_are_materialised():
     assert made_by(graph, buffers) == ["add", "dot_general"]
 
 
+@pytest.mark.parametrize(("activation", "written"), [(jax.nn.relu, False), (jax.nn.gelu, True)])
+def test_on_gpu_what_a_residual_relu_compares_is_made_where_it_is_read(activation, written):
+    """By the kernel that makes the activation and, for the mask, by its gradient's; what more of them read is kept."""
+
+    def fn(w, x):
+        y = x @ w
+        return activation(y + x) @ w
+
+    graph, buffers = buffers_of(jax.grad(lambda w, x: fn(w, x).sum()), X, X)
+    added = next(n.outputs[0] for n in graph.nodes if n.prim == "add")
+    assert (added in buffers.ids) == written
+
+
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_what_is_made_of_an_array_of_its_size_writes_over_it(platform):
     """A product, and what is made of it for another."""
