@@ -52,7 +52,8 @@ def apply(graph: Graph, decisions: Decisions, mesh: Any, platform: str = "") -> 
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else platform
     if decisions.in_order is not None:
         beside = platform == "gpu" and mesh.size > 1  # sums over devices run beside a block
-        rewritten = in_order(rewritten, decisions.in_order, at_once=not beside, strays=platform != "tpu")
+        strays, stepwise = platform != "tpu", platform == "cpu" and mesh.size == 1
+        rewritten = in_order(rewritten, decisions.in_order, at_once=not beside, strays=strays, stepwise=stepwise)
     rewritten = sink(rewritten)
     return evaluator(rewritten.graph, _Constraints(decisions, mesh, rewritten, platform))
 

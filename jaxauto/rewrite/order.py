@@ -6,7 +6,9 @@ weight gradient of the last projection is made after the loops of the backward p
 loss itself is made at the end of the step, on one device at times, and the logits lie there until then. Barriers say when: an operation of
 the backward pass that depends on no forward value waits for the loss; a loop of the backward pass, or a recomputation, waits for the
 gradients that come before it, on several GPUs for those of the block before: their sums run beside a block; the backward pass waits for
-the loss and the metrics too. An array that goes through a barrier is read from there on, or the compiler for several devices takes it out.
+the loss and the metrics too. On one CPU each step of the backward pass waits for the gradients before it: of a network with batch norms
+the sums would come last, and the result and the cotangent of every convolution lie there until then (ResNet-50: 37 GB instead of 22).
+An array that goes through a barrier is read from there on, or the compiler for several devices takes it out.
 
 XLA:TPU puts weight gradients off as well, and makes the update with them unless they are summed over devices first. Of those some are
 waited for, that read much more than they are, as the last projection's does, and some on one device that is short of memory
@@ -30,16 +32,17 @@ _SMALL = 1 << 20  # bytes: a larger result is not held back from where the compi
 _WRITTEN = ("scatter", "scatter-add", "scatter_add", "dot_general", "conv_general_dilated")  # never fused into what reads them
 
 
-def in_order(rewritten: Rewritten, finished: Set[int], *, at_once: bool = True, strays: bool = True) -> Rewritten:
+def in_order(rewritten: Rewritten, finished: Set[int], *, at_once: bool = True, strays: bool = True, stepwise: bool = False) -> Rewritten:
     """The same program, held to its order.
 
     Args:
       finished: gradients of the straight program that what comes after them in the backward pass waits for.
       at_once: a recomputation waits for all gradients before it; else for those before the last one: their sums run beside a block.
       strays: the compiler starts early what waits for nothing, and puts the loss off.
+      stepwise: every operation of the backward pass that reads a cotangent waits for all gradients before it.
     """
     program = Program.after(rewritten)
-    _Order(program, rewritten.graph, finished, at_once=at_once, strays=strays).run()
+    _Order(program, rewritten.graph, finished, at_once=at_once, strays=strays, stepwise=stepwise).run()
     return program.rewritten(rewritten.host)
 
 
@@ -66,9 +69,9 @@ def late_conversions(nodes: Sequence[Node], finished: Set[int]) -> list[Node]:
 
 
 class _Order:
-    def __init__(self, program: Program, original: Graph, finished: Set[int], *, at_once: bool, strays: bool):
+    def __init__(self, program: Program, original: Graph, finished: Set[int], *, at_once: bool, strays: bool, stepwise: bool):
         self.program, self.graph, self.finished = program, program.graphs[id(original)], finished
-        self.at_once, self.strays = at_once, strays
+        self.at_once, self.strays, self.stepwise = at_once, strays, stepwise
         self.graph.nodes = late_conversions(self.graph.nodes, finished)
         self.values = original.values
         self.phase = {node.id: int(node.backward) for node in original.nodes}
@@ -85,10 +88,11 @@ class _Order:
         before: list[int] = []  # those that were there at the last recomputation
         loss: list[int] = []  # and what else is returned of the forward pass, until the backward pass has waited for it
         for place, node in enumerate(self.graph.nodes):
-            tied = [] if not node.backward else self._loop(node, [*before, *made, *loss]) if node.bodies else self._early(node, place)
-            if len(tied) > 1:
+            tied = self._waiting(node, [*before, *made, *loss]) if node.bodies or self._steps(node) else []
+            made, before = ([], []) if tied else (made, before)
+            tied = tied or self._early(node, place)
+            if tied:
                 nodes.append(self._tie(tied, node))
-                made, before = ([], []) if node.bodies else (made, before)
                 loss = [x for x in loss if x not in tied]
             if loss and node.prim in _WRITTEN and (cotangents := self._cotangents(node)):
                 nodes.append(self._tie([*cotangents[-1:], *loss], node))
@@ -118,9 +122,12 @@ class _Order:
         returned = {out for node in forward for out in node.outputs}.intersection(original.outputs)
         return {x for x in returned if self._floating(x) and self.values[x].nbytes <= _SMALL}
 
-    def _loop(self, node: Node, made: list[int]) -> list[int]:
-        """The largest cotangent that a loop begins with, and the gradients made before it."""
-        cotangents = self._cotangents(node) if made else []
+    def _steps(self, node: Node) -> bool:
+        return self.stepwise and node.prim in _WRITTEN and self.finished.isdisjoint(node.outputs)
+
+    def _waiting(self, node: Node, made: list[int]) -> list[int]:
+        """The largest cotangent that a loop or operation of the backward pass begins with, and the gradients made before it."""
+        cotangents = self._cotangents(node) if made and node.backward else []
         return [*cotangents[-1:], *made] if cotangents else []
 
     def _cotangents(self, node: Node) -> list[int]:
@@ -134,7 +141,7 @@ class _Order:
     def _early(self, node: Node, place: int) -> list[int]:
         """The smallest array that an early operation reads, and something no larger than its result that waits for the forward pass."""
         read = [x for x in node.inputs if isinstance(x, int) and self.values[x].shape]
-        if not self.strays or node.prim not in _WRITTEN or not self.waits.isdisjoint(read):
+        if not self.strays or not node.backward or node.prim not in _WRITTEN or not self.waits.isdisjoint(read):
             return []
         tie = cotangent_at(self.program, self.graph, place, self.phase, self.readers, self.position, self.ripe)
         if not read or tie is None or self.values[tie].nbytes > self.values[node.outputs[0]].nbytes:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 from jaxauto.blocks import Block, closure, find_blocks, phases
-from jaxauto.core import Graph, Literal, Node, Trips, Value
+from jaxauto.core import Graph, Literal, Node, Trips
 from jaxauto.flow import is_spread, is_widening
 from jaxauto.reruns import Rerun, find_reruns
 from jaxauto.rewrite.program import Program, Rewritten, cotangent_at, read_as, readers_of, renamed, ripeness

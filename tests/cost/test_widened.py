@@ -145,7 +145,7 @@ def residual_network(params, x, seed):
 
 
 def test_what_a_norms_gradient_sums_goes_before_the_next_block_is_made_again():
-    step, state = step_of(residual_network)({})
+    step, _ = step_of(residual_network)({})
     shapes = {"stem": (3, 3, 3, 64), "weights": [(3, 3, 64, 64)] * 4, "scales": [(64,)] * 4}
     params = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple))
     args = params, jax.eval_shape(optax.adamw(1e-3).init, params), jax.ShapeDtypeStruct((16, 64, 64, 3), jnp.float32)

@@ -145,6 +145,27 @@ def test_a_recomputation_waits_for_the_gradients_before_it(at_once):
         np.testing.assert_allclose(got, want, rtol=2e-2)
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_each_step_of_the_backward_pass_waits_for_the_gradients_before_it(again):
+    """Where it is asked for; those of the last layer have nothing after them."""
+    args = [jnp.ones((WIDTH, WIDTH))] * 4, jnp.ones((ROWS, WIDTH), jnp.bfloat16)
+    graph = build(trace(narrow_step, args).jaxpr)
+    rewritten = recompute(graph, {k: frozenset() for k, _ in enumerate(find_blocks(graph))}) if again else Rewritten(graph, {})
+    dots = [n.outputs[0] for n in graph.nodes if n.backward and n.prim == "dot_general"]
+    gradients = [x for x in dots if graph.values[x].shape == (WIDTH, WIDTH)]
+    result = in_order(rewritten, frozenset(gradients), stepwise=True).graph
+    place = {node.id: k for k, node in enumerate(result.nodes)}
+    steps = [place[n.id] for n in result.nodes if n.prim == "dot_general" and n.backward and n.outputs[0] in {*dots} - {*gradients}]
+    assert len(gradients) == 4 and len(steps) == 3
+    for gradient in gradients[:-1]:
+        (barrier,) = (b for b in barriers(result) if gradient in b.inputs)
+        made = place[result.values[gradient].producer.id]
+        assert made < place[barrier.id] <= min(k for k in steps if k > made), "before the next cotangent is made"
+    leaves = jax.tree.leaves(args)
+    for want, got in zip(jax.jit(evaluator(graph))(*leaves), jax.jit(evaluator(result))(*leaves), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-2)
+
+
 def test_a_gradient_made_after_the_loop_is_not_waited_for(graph):
     (table,) = (x for x in graph.outputs if isinstance(x, int) and graph.values[x].shape == (VOCABULARY, WIDTH))
     result = in_order(Rewritten(graph, {}), frozenset({table})).graph
