@@ -1,12 +1,12 @@
 """The estimate against compilers, over models × shardings × rematerialisation × targets: python scripts/bench_accuracy.py [--targets …]
 
-Models: the published ones of remat_cases.py, train steps drawn at random (generated.py), and those of bench_models.py and tests/zoo that
-are so small (KiB to MiB) that a chip's figures for them say little; these for CPU. Shardings: one device, data-parallel, FSDP and
-tensor-parallel (arguments pinned through ``constraints``), and the solver's own. Rematerialisation: off, full (5 % over the least memory
-that a plan can have), chosen (half way between). Each plan is compiled ahead of time, certified by nothing, and compared: memory, flops,
-collectives, seconds by the roofline of the compiled schedule. To stay within hours each sharding is compiled under one of the three
-settings, in turn from model to model, one device under all; with --every each sharding under all three. Writes results/accuracy.json as
-it goes and results/accuracy.md.
+Models: the published ones of remat_cases.py and two more, train steps drawn at random (generated.py), and those of bench_models.py and
+tests/zoo that are so small (KiB to MiB) that a chip's figures for them say little; these for CPU. Shardings: one device, data-parallel,
+FSDP and tensor-parallel (arguments pinned through ``constraints``), and the solver's own. Rematerialisation: off, full (5 % over the
+least memory that a plan can have), chosen (half way between). Each plan is compiled ahead of time, certified by nothing, and compared:
+memory, flops, collectives, seconds by the roofline of the compiled schedule. To stay within hours each sharding is compiled under one of
+the three settings, in turn from model to model, one device under all; with --every each sharding under all three. Writes
+results/accuracy.json as it goes and results/accuracy.md.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests"), str(HERE.parent)]
 
 import bench_models  # noqa: E402
+import bench_vision  # noqa: E402
 import generated  # noqa: E402
 import remat_cases  # noqa: E402
 from zoo import programs  # noqa: E402
@@ -57,6 +58,12 @@ TARGETS = {
 # Names of parameters whose inputs are split in Megatron's way (arXiv 1909.08053, section 3); of the others the outputs are.
 ROWS = ("out", "down", "project")
 SHARES = (0.05, 0.15, 0.25, 0.35, 0.5)  # of communication that can hide, tried
+MORE = {
+    "ResNet-50": remat_cases.Case(lambda n: bench_vision.resnet((3, 4, 6, 3), 64, 224, n, 1000), 64, "224 × 224"),
+    "Graph network": remat_cases.Case(
+        lambda n: bench_models.gnn(2048 * n, 16384 * n, 256, 1024), 8, "4 rounds of 16,384 nodes and 131,072 edges, 256 wide"
+    ),
+}
 DRAWN = 4  # random programs of each kind
 GENERATED = 8  # train steps
 APART = (0.0, 0.02, 0.05, 0.1)  # of the faster one's time
@@ -67,7 +74,7 @@ def models(group: str, devices: int) -> dict[str, Callable[[], tuple[Callable, t
     if group == "small":
         return {name: sizes["small"] for name, sizes in bench_models.MODELS.items()}
     if group == "published":
-        return {name: partial(case.make, case.batch * devices) for name, case in remat_cases.CASES.items()}
+        return {name: partial(case.make, case.batch * devices) for name, case in {**remat_cases.CASES, **MORE}.items()}
     if group == "generated":
         recipes = {f"{seed}": generated.draw(seed) for seed in range(GENERATED)}
         return {name: partial(generated.make, recipe, recipe.batch * devices) for name, recipe in recipes.items()}

@@ -25,7 +25,7 @@ from collections.abc import Sequence, Set
 import jax.numpy as jnp
 
 from jaxauto.core import Graph, Node
-from jaxauto.graph import BarrierEqn
+from jaxauto.graph import BarrierEqn, walk
 from jaxauto.rewrite.program import Program, Rewritten, cotangent_at, read_as, readers_of, renamed, ripeness
 
 _SMALL = 1 << 20  # bytes: a larger result is not held back from where the compiler wants to make it
@@ -39,10 +39,13 @@ def in_order(rewritten: Rewritten, finished: Set[int], *, at_once: bool = True, 
       finished: gradients of the straight program that what comes after them in the backward pass waits for.
       at_once: a recomputation waits for all gradients before it; else for those before the last one: their sums run beside a block.
       strays: the compiler starts early what waits for nothing, and puts the loss off.
-      stepwise: every operation of the backward pass that reads a cotangent waits for all gradients before it.
+      stepwise: every operation of the backward pass that reads a cotangent waits for all gradients before it, also in bodies of loops in
+        which something is made again.
     """
     program = Program.after(rewritten)
-    _Order(program, rewritten.graph, finished, at_once=at_once, strays=strays, stepwise=stepwise).run()
+    bodies = [body for node in walk(rewritten.graph) for body in node.bodies if any(isinstance(n.eqn, BarrierEqn) for n in body.nodes)]
+    for graph in (rewritten.graph, *(bodies if stepwise else ())):
+        _Order(program, graph, finished, at_once=at_once, strays=strays, stepwise=stepwise).run()
     return program.rewritten(rewritten.host)
 
 

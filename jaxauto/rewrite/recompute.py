@@ -137,6 +137,7 @@ def _rewrite_straight(program: Program, chosen: _Straight) -> None:
     wiring = _wiring_of(program, graph, original)
     phase, readers = wiring.phase, wiring.readers
     starts: dict[int, list[_Recomputation]] = {}
+    made_in_blocks = frozenset().union(*(block.made for block, _ in chosen.blocks))
     for block, kept in chosen.blocks:
         nodes, reads = closure(block, kept)
         made = {out for node in nodes for out in node.outputs}
@@ -144,7 +145,7 @@ def _rewrite_straight(program: Program, chosen: _Straight) -> None:
         uses = [k for v in dropped for k in readers.get(v, ()) if phase[graph.nodes[k].id] > block.phase]
         reads = tuple(v for v in reads if not is_spread(original.values, v))
         if uses:
-            starts.setdefault(min(uses), []).append(_Recomputation(block.phase, nodes, reads, dropped, kept & {*reads}))
+            starts.setdefault(min(uses), []).append(_Recomputation(block.phase, nodes, reads, dropped, made_in_blocks & {*reads}))
     for rerun in chosen.reruns:
         work = _rerun(program, rerun, readers, phase)
         uses = [k for v in work.dropped for k in readers.get(v, ()) if phase[graph.nodes[k].id] > rerun.phase]

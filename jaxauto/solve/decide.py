@@ -109,11 +109,12 @@ def _local(model: Model, number: int, position: np.ndarray) -> float:
 
 
 def _finished(model: Model) -> Iterator[tuple[Operation, Operand, int]]:
-    """Gradients of the straight program, by what makes them. Who waits for one that is summed over devices waits for the sum.
+    """Gradients of the straight program, on CPU of loops too, by what makes them.
 
-    As the optimizer reads them: an operation writes whatever order of dimensions is asked of it, and is held to what is waited for.
+    Who waits for one that is summed over devices waits for the sum. As the optimizer reads them: an operation writes whatever order of
+    dimensions is asked of it, and is held to what is waited for.
     """
-    for op, o in straight_gradients(model.groups, model.program.late_only):
+    for op, o in straight_gradients(model.groups, model.program.late_only, bodies=model.chip.platform == "cpu"):
         value = model.values[o.value]
         while len(value.users) == 1 and value.users[0].prim in _ORDERS and value.users[0].backward:
             value = model.values[value.users[0].outputs[0]]
@@ -121,8 +122,8 @@ def _finished(model: Model) -> Iterator[tuple[Operation, Operand, int]]:
 
 
 def _sums(model: Model) -> list[int]:
-    """Gradients of the straight program that are sums: of what is added to rows, or multiplies them."""
-    reduced = (node for node in model.groups.graph.nodes if node.backward and node.prim == "reduce_sum")
+    """Gradients that are sums: of what is added to rows, or multiplies them."""
+    reduced = (node for node in walk(model.groups.graph) if node.backward and node.prim == "reduce_sum")
     return [node.outputs[0] for node in reduced if node.outputs[0] in model.program.late_only]
 
 

@@ -78,9 +78,13 @@ def buffer_runs(variant: Variant, groups: Groups) -> np.ndarray:
     return runs
 
 
-def straight_gradients(groups: Groups, late_only: Set[int]) -> Iterator[tuple[Operation, Operand]]:
-    """Weight gradients of the straight program, by what makes them. ``late_only``: values that nothing but the update reads."""
-    straight = {node.id for node in groups.graph.nodes}
+def straight_gradients(groups: Groups, late_only: Set[int], *, bodies: bool = False) -> Iterator[tuple[Operation, Operand]]:
+    """Weight gradients of the straight program, by what makes them.
+
+    Args:
+      late_only: values that nothing but the update reads. bodies: those of loops too.
+    """
+    straight = {node.id for node in (walk(groups.graph) if bodies else groups.graph.nodes)}
     for op in groups.operations:
         for o in op.results:
             if op.node.backward and o.value in late_only and op.node.id in straight:

@@ -166,6 +166,37 @@ def test_each_step_of_the_backward_pass_waits_for_the_gradients_before_it(again)
         np.testing.assert_allclose(got, want, rtol=2e-2)
 
 
+def test_in_steps_gradients_in_the_body_of_a_loop_are_waited_for_too():
+    """Microbatches: each trip makes its layers again."""
+
+    def step(params, batches):
+        def loss(params, x):
+            for k, w in enumerate(params):
+                with jax.named_scope(f"layer{k}"):
+                    x = jnp.tanh(jnp.tanh(x @ w))
+            return jnp.sum(x)
+
+        add = lambda total, x: (jax.tree.map(jnp.add, total, jax.grad(loss)(params, x)), None)  # noqa: E731
+        total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, total)
+
+    args = [jnp.ones((WIDTH, WIDTH))] * 3, jnp.ones((2, ROWS, WIDTH))
+    graph = build(trace(step, args).jaxpr)
+    blocks = find_blocks(graph)
+    rewritten = recompute(graph, {k: frozenset() for k, block in enumerate(blocks) if not block.scan})
+    (loop,) = (node for node in graph.nodes if node.bodies)
+    made = [n.outputs[0] for n in loop.bodies[0].nodes if n.backward and n.prim == "dot_general"]
+    gradients = frozenset(x for x in made if graph.values[x].shape == (WIDTH, WIDTH))
+    for stepwise in (True, False):
+        result = in_order(rewritten, gradients, stepwise=stepwise).graph
+        (loop,) = (node for node in result.nodes if node.bodies)
+        waited = [x for b in barriers(loop.bodies[0]) for x in b.inputs if x in gradients]
+        assert len(gradients) == 3 and len(waited) == (2 if stepwise else 0)
+        leaves = jax.tree.leaves(args)
+        for want, got in zip(jax.jit(evaluator(graph))(*leaves), jax.jit(evaluator(result))(*leaves), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
 def test_a_gradient_made_after_the_loop_is_not_waited_for(graph):
     (table,) = (x for x in graph.outputs if isinstance(x, int) and graph.values[x].shape == (VOCABULARY, WIDTH))
     result = in_order(Rewritten(graph, {}), frozenset({table})).graph

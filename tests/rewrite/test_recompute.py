@@ -386,3 +386,36 @@ def test_what_is_made_again_for_a_widened_cotangent_waits_for_it_as_it_was():
         (tie,) = (x for x in barrier.inputs if x in made and made[x].backward)
         assert result.values[tie].dtype == jnp.bfloat16 and result.values[tie].shape == (256, 64), "written as narrow as it is"
         assert made[tie].prim in ("dot_general", "add_any"), "what the backward pass has come to"
+
+
+def residual_step(params, x):
+    """Residual blocks with a norm in float32: where the mask of a relu is, what is widened is made of two arrays."""
+
+    def block(y, w):
+        h = (y @ w).astype(jnp.float32)
+        return jax.nn.relu(y + (h * lax.rsqrt(jnp.mean(h * h, 0))).astype(jnp.bfloat16))
+
+    def loss(params):
+        y = x
+        for w in params:
+            y = block(y, w)
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    return jax.grad(loss)(params)
+
+
+def test_nothing_is_widened_for_a_barrier_and_what_passes_is_read_from_there_on():
+    args = [jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)] * 3, jax.ShapeDtypeStruct((256, 64), jnp.bfloat16)
+    graph = graph_of(residual_step, args)
+    result = recompute(graph, nothing(find_blocks(graph))).graph
+    place = {node.id: k for k, node in enumerate(result.nodes)}
+    barriers = [node for node in result.nodes if node.prim == "optimization_barrier"]
+    assert len(barriers) >= 2
+    for barrier in barriers:
+        for x in barrier.inputs:
+            value = result.values[x]
+            if value.shape != (256, 64):
+                continue
+            assert value.dtype == jnp.bfloat16
+            late = [u for u in value.users if place[u.id] > place[barrier.id] and u.prim != "optimization_barrier"]
+            assert not late or value.producer is None, "but what the step is given"
