@@ -222,7 +222,8 @@ class _Fusion:
         roots = self.roots(operands[0]) if len(operands) == 1 else frozenset().union(*map(self.roots, operands))
         inside = self.kernels is not None and kind is Kind.REDUCE and self.kernels.is_inside(node, number, outputs, self.virtual)
         fused = [] if (writes := kind in _WRITES and not inside) else [x for x in operands if x in self.virtual]
-        dear = kind in self.made_once or (self.rounded is not None and self.rounded.is_made_once(node, value))
+        once = self.kernels.is_made_once(node) if self.kernels else self.rounded is not None and self.rounded.is_made_once(node, value)
+        dear = kind in self.made_once or once
         if dear or not self.costly.isdisjoint(fused):
             self.costly.add(number)
         sums = [u for u in value.users if self.kind(u) is Kind.REDUCE] if self.clusters and kind is Kind.EXPENSIVE else []

@@ -33,6 +33,7 @@ _ALIGNED = 16  # elements: what a dot that is split contracts is padded to a mul
 _SPLIT = ((66, 8192), (132, 40960))  # dots of up to so many tiles are split where they contract more
 TILE = 128  # elements of a side
 _ELEMENTWISE = frozenset({Kind.VIEW, Kind.CHEAP, Kind.EXPENSIVE})
+_MADE_ONCE = frozenset({"erf", "erfc"})
 _SLICES = frozenset({"slice", "dynamic_slice"})
 Parts = dict[tuple[Any, ...], float]  # (buffer, the slices that are taken of it, one after the other) → share of its elements
 
@@ -241,6 +242,14 @@ class Kernels:
         """Whether rows of a value are summed and combined with the sum."""
         every = ((x, self._ends(node.outputs[0], self.values[x].elements, outputs)) for x, node in self._sums(number))
         return any(self._seed(x, ends) is not None for x, ends in every)
+
+    def is_made_once(self, node: Node) -> bool:
+        """Whether an elementwise result is made once for all kernels: of a gelu, not of a silu or softplus.
+
+        The tanh of an approximate one where it is narrow, and so widened and rounded; the erfc of an exact one
+        (``scripts/bench_activations.py``).
+        """
+        return node.prim in _MADE_ONCE or (node.prim == "tanh" and self.values[node.outputs[0]].dtype.itemsize < 4)
 
     def is_compared(self, value: Value) -> bool:
         """Whether two kernels read a value: one makes what it is used for, another compares it, and a mask is made where it is used."""
