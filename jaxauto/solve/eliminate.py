@@ -101,10 +101,14 @@ def nearest(unary, pairs, x: np.ndarray, count: int) -> list[np.ndarray]:
 
 
 def _tables(unary, pairs) -> tuple[list[int], dict[int, list[Table]], dict[int, set[int]]]:
-    """Sizes, each variable's tables, each variable's neighbours."""
+    """Sizes, each variable's tables, each variable's neighbours; one that has no choice is nobody's: arrays have at most 64 dimensions."""
     buckets: dict[int, list[Table]] = {i: [((i,), u)] for i, u in enumerate(unary)}
     neighbours: dict[int, set[int]] = {i: set() for i in range(len(unary))}
     for (i, j), table in pairs.items():
+        if 1 in table.shape:
+            chosen, row = (i, table[:, 0]) if table.shape[1] == 1 else (j, table[0])
+            buckets[chosen].append(((chosen,), row))
+            continue
         for k in (i, j):
             buckets[k].append(((i, j), table))
         neighbours[i].add(j)

@@ -36,6 +36,19 @@ def test_equals_the_enumerated_optimum(seed, count, density):
     assert value_of(unary, pairs, answer.x) == pytest.approx(answer.value, rel=1e-12)
 
 
+def test_variables_without_a_choice_take_no_dimension():
+    """ResNet-50 under FSDP: 65 arrays, cut as they are told to be, meet in one that is free."""
+    rng = np.random.default_rng(0)
+    unary = [rng.random(1) for _ in range(100)] + [rng.random(2)]
+    pairs = {(i, 100): rng.random((1, 2)) for i in range(0, 100)} | {(i, i + 1): rng.random((1, 1)) for i in range(99)}
+    answer = eliminate(unary, pairs)
+    values = [value_of(unary, pairs, np.array([0] * 100 + [k])) for k in range(2)]
+    assert answer.exact and answer.value == pytest.approx(min(values)) and answer.bound == pytest.approx(min(values))
+    least, bound, _ = least_with(unary, pairs, 10_000)
+    np.testing.assert_allclose(least[100], values)
+    assert bound == pytest.approx(min(values))
+
+
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), entries=st.sampled_from([4, 8, 16, 40]))
 def test_mini_buckets_bound_from_below_and_the_answer_from_above(seed, entries):
