@@ -188,6 +188,15 @@ def _taps(size: int, window: int, results: int, stride: int, pad_low: int, dilat
     return count
 
 
+def _as_forward(operands: list[Shape], results: tuple[Shape, ...], i: Instruction) -> tuple[list[Shape], tuple[Shape, ...]]:
+    """Input and kernel, and result, of the convolution whose gradient a cuDNN call is: its window and labels are those of that."""
+    if "convBackwardInput" in i.attributes:
+        return [results[0], *operands[1:]], (operands[0],)
+    if "convBackwardFilter" in i.attributes:
+        return [operands[0], results[0]], (operands[1],)
+    return operands, results
+
+
 def _call_flops(computation: Computation, i: Instruction) -> float:
     stated = re.search(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', i.attributes)  # Pallas kernels may say it
     if stated:
@@ -196,7 +205,7 @@ def _call_flops(computation: Computation, i: Instruction) -> float:
         return 0.0
     operands = computation.operand_shapes(i)
     if i.attribute("dim_labels"):
-        return _convolution_flops(operands, i.shapes, i)
+        return _convolution_flops(*_as_forward(operands, i.shapes, i), i)
     stated = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.attributes)
     last = str(len(operands[0].dims) - 1) if operands else ""
     return _dot_flops(operands, i.shapes, stated.group(1) if stated else last)

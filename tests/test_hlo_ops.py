@@ -96,6 +96,19 @@ def test_matmul_calls(name):
     assert call_line(CALLS[name], "f32[16,8]{1,0}", "f32[16,32]{1,0}").flops == 2 * 8 * 32 * 16
 
 
+IMAGE, KERNEL, RESULT = "f32[2,9,9,16]{3,2,1,0}", "f32[24,3,3,16]{3,2,1,0}", "f32[2,4,4,24]{3,2,1,0}"
+CONVOLUTIONS = {"Forward": (IMAGE, KERNEL, RESULT), "BackwardInput": (RESULT, KERNEL, IMAGE), "BackwardFilter": (IMAGE, RESULT, KERNEL)}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_gradients_of_a_convolution_take_what_it_takes(name):
+    """Window and labels of a cuDNN call are those of the convolution, whichever of the three arrays it makes."""
+    *operands, result = CONVOLUTIONS[name]
+    call = f'custom-call(%p0, %p1), window={{size=3x3 stride=2x2}}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$conv{name}"'
+    module = call_line(f"({result}, u8[0]{{0}}) {call}", *operands)
+    assert module.flops == 2 * 2 * 4 * 4 * 24 * 3 * 3 * 16
+
+
 def test_onednn_call_contracts_the_last_dimension():
     line = 'f32[8,32]{1,0} custom-call(%p0, %p1), custom_call_target="__onednn$matmul"'
     assert call_line(line, "f32[8,16]{1,0}", "f32[16,32]{1,0}").flops == 2 * 8 * 32 * 16
