@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxauto import compat
 from jaxauto.core import Decisions, Graph, Node, Sharding
+from jaxauto.graph import walk
 from jaxauto.masks import kept_masks
 from jaxauto.rewrite.evaluate import Pins, evaluator
 from jaxauto.rewrite.offload import offload
@@ -63,7 +64,7 @@ class _Constraints(Pins):
         self.decisions, self.mesh, self.host = decisions, mesh, rewritten.host
         self.origin, self.stacked, self.values = rewritten.origin, rewritten.stacked, rewritten.graph.values
         self.on_cpu, self.on_gpu = platform == "cpu", platform == "gpu"
-        self.late = {x for node in rewritten.graph.nodes if node.backward for x in node.outputs} if self.on_cpu else set()
+        self.late = {x for node in walk(rewritten.graph) if node.backward for x in node.outputs} if self.on_cpu else set()
         self.row_major = _told_their_layout(rewritten, decisions, dict(mesh.shape)) if platform == "tpu" and mesh.size > 1 else set()
         self.drawn = kept_masks(rewritten.graph) if platform == "tpu" else set()
 
@@ -72,7 +73,7 @@ class _Constraints(Pins):
             return super().barrier(arrays)
         return after_last(arrays, {k for k, number in enumerate(numbers) if number in self.late})
 
-    def starts_late(self) -> bool:
+    def fills_early(self) -> bool:
         return self.on_gpu
 
     def pinned(self, array: Any, sharding: Sharding, *, stacked: bool = False) -> Any:

@@ -30,7 +30,7 @@ class Pins:
         """Called for every optimization_barrier: lets ``arrays``, of these values, pass together."""
         return list(lax.optimization_barrier(tuple(arrays)))
 
-    def starts_late(self) -> bool:
+    def fills_early(self) -> bool:
         """Whether a compiler makes constant arrays early, and keeps them."""
         return False
 
@@ -160,7 +160,7 @@ def _broadcast(node: Node, operands: list, pin: Pins, first: Any) -> list:
 def _pool(node: Node, operands: list, pin: Pins, first: Any) -> list:
     """The zeros that the gradient of max pooling is scattered into are made once that is there."""
     source, operand = operands
-    if not (pin.starts_late() and jnp.issubdtype(source.dtype, jnp.floating)):
+    if not (pin.fills_early() and jnp.issubdtype(source.dtype, jnp.floating)):
         return _equation(node, operands, pin, first)
     with compat.source_of(node.eqn, node.scope):
         source, zero = lax.optimization_barrier((source, jnp.zeros((), source.dtype)))

@@ -150,7 +150,7 @@ def test_what_is_awaited_is_read_before_anything_passes():
 
 
 class Late(Pins):
-    def starts_late(self) -> bool:
+    def fills_early(self) -> bool:
         return True
 
 
