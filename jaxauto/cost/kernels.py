@@ -244,12 +244,14 @@ class Kernels:
         return any(self._seed(x, ends) is not None for x, ends in every)
 
     def is_made_once(self, node: Node) -> bool:
-        """Whether an elementwise result is made once for all kernels: of a gelu, not of a silu or softplus.
+        """Whether what both passes read of an activation is made once, and kept: of a gelu, not of a silu or softplus.
 
         The tanh of an approximate one where it is narrow, and so widened and rounded; the erfc of an exact one
         (``scripts/bench_activations.py``).
         """
-        return node.prim in _MADE_ONCE or (node.prim == "tanh" and self.values[node.outputs[0]].dtype.itemsize < 4)
+        if node.prim not in _MADE_ONCE and (node.prim != "tanh" or self.values[node.outputs[0]].dtype.itemsize >= 4):
+            return False
+        return len({user.backward for user in self.values[node.outputs[0]].users}) == 2
 
     def is_compared(self, value: Value) -> bool:
         """Whether two kernels read a value: one makes what it is used for, another compares it, and a mask is made where it is used."""

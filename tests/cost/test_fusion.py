@@ -1,5 +1,7 @@
 """What is materialised, when it lives, what shares memory."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,6 +69,22 @@ def test_on_gpu_what_a_residual_relu_compares_is_made_where_it_is_read(activatio
     graph, buffers = buffers_of(jax.grad(lambda w, x: fn(w, x).sum()), X, X)
     added = next(n.outputs[0] for n in graph.nodes if n.prim == "add")
     assert (added in buffers.ids) == written
+
+
+@pytest.mark.parametrize(
+    ("activation", "prim", "dtype", "kept"),
+    [
+        (jax.nn.gelu, "tanh", jnp.bfloat16, True),
+        (jax.nn.gelu, "tanh", jnp.float32, False),
+        (functools.partial(jax.nn.gelu, approximate=False), "erfc", jnp.float32, True),
+        (jax.nn.silu, "logistic", jnp.bfloat16, False),
+    ],
+)
+def test_on_gpu_part_of_a_gelu_is_kept_for_the_backward_pass(activation, prim, dtype, kept):
+    """As compiled: scripts/results/activations_h100.md."""
+    weight = jax.ShapeDtypeStruct((32, 32), dtype)
+    graph, buffers = buffers_of(jax.grad(lambda w, x: (activation(x @ w) @ w).astype(jnp.float32).sum()), weight, weight)
+    assert (prim in made_by(graph, buffers)) == kept
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
