@@ -12,6 +12,8 @@
   A loop's stack lies as what was put there; a loop that reads it wants its slices in their own order: it is copied whole ``Kernels.enter``
 - Siblings. Elementwise work and sums over the same elements that read an array in common are one kernel, which reads it once; one
   that only its siblings read is not written                                             ``Kernels.found``      (MultiOutputFusion)
+- Activations. Part of a gelu is kept for the backward pass                              ``Kernels.is_made_once``
+  What a residual relu compares is made where it is read                                 ``Kernels.is_compared``
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ loss itself is made at the end of the step, on one device at times, and the logi
 the backward pass that depends on no forward value waits for the loss; a loop of the backward pass, or a recomputation, waits for the
 gradients that come before it, on several GPUs for those of the block before: their sums run beside a block; the backward pass waits for
 the loss and the metrics too. On one CPU each step of the backward pass waits for the gradients before it: of a network with batch norms
-the sums would come last, and the result and the cotangent of every convolution lie there until then (ResNet-50: 37 GB instead of 22).
+the sums would come last, and the result and the cotangent of every convolution lie there until then (``bench_models.py``'s
+medium ResNet-50: 37 GB instead of 22).
 An array that goes through a barrier is read from there on, or the compiler for several devices takes it out.
 
 XLA:TPU puts weight gradients off as well, and makes the update with them unless they are summed over devices first. Of those some are

@@ -5,10 +5,10 @@ straight program they are made at their first use in the backward pass. In a pai
 backward scan gets what the recomputation reads, and its body begins with it.
 
 In a straight program what is read goes through one ``optimization_barrier`` together with a cotangent: the recomputation then depends on
-the backward pass, so no compiler merges it with the original or moves it up. What is kept is read there by the rest of the backward pass
-too: else a compiler could make it again from what is not kept. Masks and other spread constants stay out of the barrier: what passes
-through it is written to memory, and these need not be. Loops need none: two bodies are never merged, and a slice that passed
-a barrier would be copied out of its stack first (``jax.checkpoint(prevent_cse=False)`` is for the same case).
+the backward pass, so no compiler merges it with the original or moves it up. What is kept, and what is read of other blocks, is read
+there by the rest of the backward pass too: else a compiler could make it again from what is not kept. Masks and other spread constants
+stay out of the barrier: what passes through it is written to memory, and these need not be. Loops need none: two bodies are never merged,
+and a slice that passed a barrier would be copied out of its stack first (``jax.checkpoint(prevent_cse=False)`` is for the same case).
 
 Of what lies between blocks some can be made again too (see ``reruns``), in the same way, before the first recomputation, or deeper rerun,
 that reads it.
