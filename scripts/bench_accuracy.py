@@ -1,7 +1,8 @@
 """The estimate against compilers, over models × shardings × rematerialisation × targets: python scripts/bench_accuracy.py [--targets …]
 
-Models: the published ones of remat_cases.py and two more, train steps drawn at random (generated.py), and those of bench_models.py and
-tests/zoo that are so small (KiB to MiB) that a chip's figures for them say little; these for CPU. Shardings: one device, data-parallel,
+Models: the published ones of remat_cases.py and two more, train steps drawn at random (generated.py), steps as users of flax write them
+(flax_models.py), and those of bench_models.py and tests/zoo that are so small (KiB to MiB) that a chip's figures for them say little;
+these for CPU. Shardings: one device, data-parallel,
 FSDP and tensor-parallel (arguments pinned through ``constraints``), and the solver's own. Rematerialisation: off, full (5 % over the
 least memory that a plan can have), chosen (half way between). Each plan is compiled ahead of time, certified by nothing, and compared:
 memory, flops, collectives, seconds by the roofline of the compiled schedule. To stay within hours each sharding is compiled under one of
@@ -33,6 +34,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tests"), str(HERE.parent)]
 
 import bench_models  # noqa: E402
 import bench_vision  # noqa: E402
+import flax_models  # noqa: E402
 import generated  # noqa: E402
 import remat_cases  # noqa: E402
 from zoo import programs  # noqa: E402
@@ -70,11 +72,13 @@ APART = (0.0, 0.02, 0.05, 0.1)  # of the faster one's time
 
 
 def models(group: str, devices: int) -> dict[str, Callable[[], tuple[Callable, tuple]]]:
-    """Name → factory of (step, arguments) of a group: "published", "generated", "small", "random"."""
+    """Name → factory of (step, arguments) of a group: "published", "generated", "flax", "small", "random"."""
     if group == "small":
         return {name: sizes["small"] for name, sizes in bench_models.MODELS.items()}
     if group == "published":
         return {name: partial(case.make, case.batch * devices) for name, case in {**remat_cases.CASES, **MORE}.items()}
+    if group == "flax":
+        return {name: partial(make, batch * devices) for name, (make, batch) in flax_models.MODELS.items()}
     if group == "generated":
         recipes = {f"{seed}": generated.draw(seed) for seed in range(GENERATED)}
         return {name: partial(generated.make, recipe, recipe.batch * devices) for name, recipe in recipes.items()}
@@ -326,7 +330,7 @@ def _line(key: str, row: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default="cpu,h100,v5e,v5p")
-    parser.add_argument("--groups", default="published,generated")
+    parser.add_argument("--groups", default="published,generated,flax")
     parser.add_argument("--every", action="store_true", help="each sharding under every setting")
     parser.add_argument("--only", default="", help="rows whose key holds this")
     parser.add_argument("--renew", action="store_true", help="measure again what is there already")
