@@ -250,7 +250,7 @@ class _Fusion:
             wanted = wanted or self.kernels.writes(node, number, outputs, self.virtual)
         fans_out = not (wanted or inside) and self.fans_out(value, roots)
         fans_out = fans_out and not (self.kernels and self.kernels.stays(number, outputs))
-        if fans_out and self.clusters and node.inputs[0] in self.virtual and is_widening(node, self.values):
+        if fans_out and not self.rounded and node.inputs[0] in self.virtual and is_widening(node, self.values):
             (operand,) = operands  # kept as narrow as it was
             del self.virtual[operand]
             self.keep(node, operand, roots)

@@ -21,6 +21,7 @@ from jaxauto import compat
 from jaxauto.core import Decisions, Graph, Node, Sharding
 from jaxauto.graph import walk
 from jaxauto.masks import kept_masks
+from jaxauto.rewrite import for_gpu
 from jaxauto.rewrite.evaluate import Pins, evaluator
 from jaxauto.rewrite.offload import offload
 from jaxauto.rewrite.order import in_order
@@ -73,8 +74,8 @@ class _Constraints(Pins):
             return super().barrier(arrays)
         return after_last(arrays, {k for k, number in enumerate(numbers) if number in self.late})
 
-    def fills_early(self) -> bool:
-        return self.on_gpu
+    def instead(self, node: Node, operands: list) -> list | None:
+        return for_gpu.instead(node, operands, self.values, self.value) if self.on_gpu else None
 
     def pinned(self, array: Any, sharding: Sharding, *, stacked: bool = False) -> Any:
         if self.mesh.size == 1 or array.ndim != len(sharding) + stacked or jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):

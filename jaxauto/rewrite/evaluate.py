@@ -30,9 +30,9 @@ class Pins:
         """Called for every optimization_barrier: lets ``arrays``, of these values, pass together."""
         return list(lax.optimization_barrier(tuple(arrays)))
 
-    def fills_early(self) -> bool:
-        """Whether a compiler makes constant arrays early, and keeps them."""
-        return False
+    def instead(self, node: Node, operands: list) -> list | None:  # noqa: ARG002
+        """Called with every equation: its results made another way that a compiler makes more of, or None."""
+        return None
 
 
 def evaluator(graph: Graph, pins: Pins | None = None) -> Callable:
@@ -56,7 +56,9 @@ def evaluate(graph: Graph, arrays, pin: Pins, first: Any = 0) -> list:
             x if isinstance(a, Literal) else pin.operand(node, k, x, env)
             for k, (a, x) in enumerate(zip(node.inputs, operands, strict=True))
         ]
-        results = _EVALUATE.get(node.prim, _equation)(node, operands, pin, first)
+        results = pin.instead(node, operands)
+        if results is None:
+            results = _EVALUATE.get(node.prim, _equation)(node, operands, pin, first)
         for number, result in zip(node.outputs, results, strict=True):
             env[number] = pin.value(number, result)
     return [_read(env, x) for x in graph.outputs]
@@ -157,22 +159,11 @@ def _broadcast(node: Node, operands: list, pin: Pins, first: Any) -> list:
         return [jnp.zeros(node.params["shape"], node.eqn.zero.aval.dtype)]
 
 
-def _pool(node: Node, operands: list, pin: Pins, first: Any) -> list:
-    """The zeros that the gradient of max pooling is scattered into are made once that is there."""
-    source, operand = operands
-    if not (pin.fills_early() and jnp.issubdtype(source.dtype, jnp.floating)):
-        return _equation(node, operands, pin, first)
-    with compat.source_of(node.eqn, node.scope):
-        source, zero = lax.optimization_barrier((source, jnp.zeros((), source.dtype)))
-        return [compat.scatter_selected(node.eqn, source, operand, zero)]
-
-
 _EVALUATE: dict[str, Callable] = {
     "optimization_barrier": _barrier,
     "broadcast_in_dim": _broadcast,
     "device_put": _transfer,
     "scan": _scan,
-    "select_and_scatter_add": _pool,
     "while": _while,
     "cond": _cond,
 }

@@ -1,0 +1,89 @@
+"""Equations of which XLA:GPU makes more than it has to, written so that it does not: the same numbers (scripts/results/for_gpu.md).
+
+- What is scattered into zeros. They wait for nothing, so XLA makes them as the step begins, and keeps them     ``_scatter``, ``_pool``
+- A transposed convolution. XLA writes its input to memory with zeros between the elements, and slides the kernel over all of them; it
+  takes it for the gradient of a strided convolution, which needs no zeros, if the kernel is seen to be reversed       ``_convolution``
+- A convolution with a dilated kernel, of an input padded on one side. It is the kernel that XLA fills with zeros then  ``_convolution``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxauto import compat
+from jaxauto.core import Literal, Node, Value
+
+Pinned = Callable[[int, Any], Any]
+
+
+def instead(node: Node, operands: list, values: Mapping[int, Value], pinned: Pinned) -> list | None:
+    """The results of an equation, made another way; None where it is as good as it is.
+
+    Args:
+      operands: its arrays. values: of the graph. pinned: an array in place of that of a value, where that is pinned.
+    """
+    way = _WAYS.get(node.prim)
+    if way is None:
+        return None
+    with compat.source_of(node.eqn, node.scope):
+        return way(node, operands, [values[x].producer if isinstance(x, int) else None for x in node.inputs], pinned)
+
+
+def _scatter(node: Node, operands: list, made_by: list[Node | None], pinned: Pinned) -> list | None:
+    """The zeros are made once what is scattered is there."""
+    zeros, into = made_by[0], node.inputs[0]
+    if zeros is None or zeros.prim != "broadcast_in_dim" or not isinstance(zeros.inputs[0], Literal):
+        return None
+    assert isinstance(into, int)
+    what = 1 if node.prim == "dynamic_update_slice" else 2
+    operands[what], value = lax.optimization_barrier((operands[what], jnp.asarray(zeros.inputs[0].value, operands[0].dtype)))
+    operands[0] = pinned(into, jnp.full(operands[0].shape, value))
+    return compat.bind(node.eqn, operands, node.scope)
+
+
+def _pool(node: Node, operands: list, _: list[Node | None], __: Pinned) -> list | None:
+    """The gradient of max pooling, whose zeros are in JAX's lowering."""
+    source, operand = operands
+    if not jnp.issubdtype(source.dtype, jnp.floating):
+        return None
+    source, zero = lax.optimization_barrier((source, jnp.zeros((), source.dtype)))
+    return [compat.scatter_selected(node.eqn, source, operand, zero)]
+
+
+def _convolution(node: Node, operands: list, made_by: list[Node | None], _: Pinned) -> list | None:
+    params, (image, kernel) = dict(node.params), operands
+    if params["batch_group_count"] > 1:
+        return None
+    if max(params["lhs_dilation"], default=1) > 1:
+        plain = {*params["window_strides"], *params["rhs_dilation"], params["feature_group_count"]} == {1}
+        if not plain or _is(made_by[1], "rev"):
+            return None
+        spatial = params["dimension_numbers"].rhs_spec[2:]
+        kernel = lax.rev(lax.optimization_barrier(lax.rev(kernel, spatial)), spatial)
+        return compat.bind(node.eqn, [image, kernel], node.scope)
+    uneven = any(low != high for low, high in params["padding"]) or _is(made_by[0], "pad")
+    if max(params["rhs_dilation"], default=1) == 1 or not uneven:
+        return None
+    sides = [(0, 0, 0)] * image.ndim
+    for dim, (low, high) in zip(params["dimension_numbers"].lhs_spec[2:], params["padding"], strict=True):
+        sides[dim] = (low, high, 0)
+    image = lax.optimization_barrier(lax.pad(image, jnp.zeros((), image.dtype), sides))
+    return [lax.conv_general_dilated_p.bind(image, kernel, **{**params, "padding": tuple((0, 0) for _ in params["padding"])})]
+
+
+def _is(node: Node | None, prim: str) -> bool:
+    return node is not None and node.prim == prim
+
+
+_WAYS: dict[str, Callable[..., list | None]] = {
+    "conv_general_dilated": _convolution,
+    "dynamic_update_slice": _scatter,
+    "scatter": _scatter,
+    "scatter-add": _scatter,
+    "scatter_add": _scatter,
+    "select_and_scatter_add": _pool,
+}
