@@ -34,12 +34,14 @@ class Found:
 
     Attributes:
       absorbed: values without a buffer → until when what they are made of is needed. reads, written, beside: as in Buffers.
+      shared: values → what their kernel reads for others as well, which they are not written over.
     """
 
     absorbed: dict[int, int] = field(default_factory=dict)
     reads: dict[int, float] = field(default_factory=dict)
     written: dict[int, float] = field(default_factory=dict)
     beside: dict[int, Beside] = field(default_factory=dict)
+    shared: dict[int, set[int]] = field(default_factory=dict)
 
 
 @dataclass

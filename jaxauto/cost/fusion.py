@@ -102,6 +102,7 @@ class _Fusion:
         self.summed: set[int] = set()  # on TPU: the exp of a softmax
         self.copied: dict[int, int] = {}  # slices of stacks that are copied as a whole before the loop, and the stacks
         self.beside: dict[int, Beside] = {}
+        self.shared: dict[int, set[int]] = {}  # value → what its kernel reads for others too
         self.in_place: set[int] = set()  # shares another buffer's memory from the start
         self.clock = 0
         self.kinds = {node.id: self._kind(node) for node in walk(graph)}
@@ -138,7 +139,8 @@ class _Fusion:
             fill_together(self.graph, self.start, self.in_place)
         if self.hides:
             fill_early(self.graph, self.start, self.position, self.in_place, backward=self.platform == "gpu")
-        take_over([w for w in self.writers if w[1] not in self.in_place], partial(self.bytes_of, fixed), self.start, self.last, kept)
+        writers = [(at, n, roots - self.shared.get(n, set())) for at, n, roots in self.writers if n not in self.in_place]
+        take_over(writers, partial(self.bytes_of, fixed), self.start, self.last, kept)
         ids, nowhere = np.array(sorted(self.start), int), self.unwritten | self.through
         last = [self.start[n] - 1 if n in self.in_place else self.last.get(n, self.start[n]) for n in ids]
         return Buffers(
@@ -250,11 +252,10 @@ class _Fusion:
             wanted = wanted or self.kernels.writes(node, number, outputs, self.virtual)
         fans_out = not (wanted or inside) and self.fans_out(value, roots)
         fans_out = fans_out and not (self.kernels and self.kernels.stays(number, outputs))
-        if fans_out and not self.rounded and node.inputs[0] in self.virtual and is_widening(node, self.values):
-            (operand,) = operands  # kept as narrow as it was
-            del self.virtual[operand]
-            self.keep(node, operand, roots)
-            self.virtual[number] = frozenset((operand,))
+        if fans_out and (narrow := self.narrow(node)) is not None:
+            made_of = self.virtual.pop(narrow)
+            self.keep(node, narrow, made_of)
+            self.virtual[number] = frozenset().union(*map(self.roots, operands))
         elif wanted or fans_out:
             self.keep(node, number, roots if kind not in _READS else None, wanted=wanted)
             if kind in OPERATIONS:
@@ -267,6 +268,12 @@ class _Fusion:
             self.virtual[number] = roots
             if moved:
                 self.moved[number] = turned or node.prim == "transpose"
+
+    def narrow(self, node: Node) -> int | None:
+        """What is kept of a fused result, where that is not the result itself: what is widened."""
+        x = node.inputs[0] if node.inputs else None
+        kept = isinstance(x, int) and x in self.virtual and not self.rounded and is_widening(node, self.values)
+        return x if kept and isinstance(x, int) else None
 
     def keep(self, node: Node, number: int, roots: frozenset[int] | None, *, wanted: bool = True) -> None:
         """Give a value a buffer; ``roots``: what a fused one is made of; ``wanted``: by others than fused equations."""
@@ -319,7 +326,9 @@ class _Fusion:
         if sum(self.clusters is None or self.kind(u) not in FUSING for u in value.users) < 2:
             return False
         slices = self.clusters.slices if self.clusters else ()  # made where they are read
-        wide = [self.values[r].nbytes for r in roots if 2 * self.values[r].elements >= value.elements and r not in slices]
+        least = value.nbytes / 2 if self.kernels else 0  # what a mask takes beside float32 is little
+        wide = [r for r in roots if 2 * self.values[r].elements >= value.elements and r not in slices]
+        wide = [n for r in wide if (n := self.values[r].nbytes) >= least]
         moves_more = len(wide) > 1 and (self.clusters is None or sum(wide) > value.nbytes)
         if self.kernels and self.kernels.is_compared(value):
             moves_more = sum(wide) > 3 * value.nbytes  # read by two kernels; or read, written and read by both
@@ -354,7 +363,7 @@ class _Fusion:
             found = self.clusters.found(self.start, kept)
         else:
             return {}
-        self.beside = found.beside if self.clusters else {}
+        self.beside, self.shared = found.beside, found.shared
         for number, at in found.absorbed.items():
             producer = self.values[number].producer
             for x in producer.inputs if producer else ():

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,7 @@ _ALIGNED = 16  # elements: what a dot that is split contracts is padded to a mul
 _SPLIT = ((66, 8192), (132, 40960))  # dots of up to so many tiles are split where they contract more
 TILE = 128  # elements of a side
 _ELEMENTWISE = frozenset({Kind.VIEW, Kind.CHEAP, Kind.EXPENSIVE})
+_SUMMED = 4  # bytes of an element of a sum; a kernel that widens for it what it writes narrow writes that over nothing
 _MADE_ONCE = frozenset({"erf", "erfc"})
 _SLICES = frozenset({"slice", "dynamic_slice"})
 Parts = dict[tuple[Any, ...], float]  # (buffer, the slices that are taken of it, one after the other) → share of its elements
@@ -59,14 +61,14 @@ def pads(tiles: Any, long: Any) -> Any:
 
 @dataclass
 class _Kernel:
-    """``made``: values of its own elements, which others in it read from registers; ``size``: how many it writes or keeps inside."""
+    """``made``: values of its own elements, which others in it read from registers; ``of``: what each that it makes is made of."""
 
     elements: int
     at: int
     alone: bool
     made: set[int] = field(default_factory=set)
     reads: Parts = field(default_factory=dict)
-    size: int = 0
+    of: dict[int, set[int]] = field(default_factory=dict)
     last: int = 0
 
 
@@ -192,7 +194,18 @@ class Kernels:
 
     def writes(self, node: Node, number: int, outputs: Set[int], fused: Container[int]) -> bool:
         """Whether a value is written that nothing but kernels reads."""
-        return self.leaves(number) or self.is_spread(number, outputs) or self.turn(node, number, fused)
+        return self.leaves(number) or self.is_spread(number, outputs) or self.is_mask(number) or self.turn(node, number, fused)
+
+    def is_mask(self, number: int) -> bool:
+        """Whether a value masks a wide array that several kernels read, each of which selects for itself."""
+        value = self.values[number]
+        if value.dtype != np.bool_ or len(value.users) != 1 or value.users[0].prim != "select_n":
+            return False
+        selected = self.values[value.users[0].outputs[0]]
+        return selected.dtype.itemsize >= _SUMMED and len(selected.users) > 1 and all(map(self._reads, selected.users))
+
+    def _reads(self, node: Node) -> bool:
+        return self._elementwise(node) or self.kind(node) is Kind.REDUCE
 
     def is_spread(self, number: int, outputs: Set[int]) -> bool:
         """Whether a seed is written: its kernel ends there, and several others read it.
@@ -303,7 +316,7 @@ class Kernels:
                 kernels.append(_Kernel(self._elements(number), at, alone))
             kernel = kernels[k]
             kernel.reads |= {part: share for part, share in self._parts(number, roots).items() if part[0] not in kernel.made}
-            kernel.size += 1
+            kernel.of[number] = {*roots}.union(*(kernel.of[r] for r in roots if r in kernel.made))
             kernel.last = max(kernel.last, at)
             if self.kind(self._node(number)) is not Kind.REDUCE:
                 kernel.made.add(number)
@@ -316,7 +329,10 @@ class Kernels:
                 read[root] = min(1.0, read.get(root, 0.0) + share)
             for root, share in read.items():
                 result.reads[root] = result.reads.get(root, 0.0) + share
-            if kernel.size > 1:
+            if len(kernel.of) > 1:
+                read_by = Counter(root for made_of in kernel.of.values() for root in made_of)
+                narrow = (x for x in kernel.made if self.values[x].dtype.itemsize < _SUMMED)
+                result.shared.update({x: {r for r in kernel.of[x] if read_by[r] > 1} for x in narrow})
                 inside = (number for number in kernel.made - read_elsewhere if not self.stored[number][2])
                 result.absorbed.update(dict.fromkeys(inside, kernel.last))
         return result
