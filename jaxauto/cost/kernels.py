@@ -197,9 +197,10 @@ class Kernels:
         return self.leaves(number) or self.is_spread(number, outputs) or self.is_mask(number) or self.turn(node, number, fused)
 
     def is_mask(self, number: int) -> bool:
-        """Whether a value masks a wide array that several kernels read, each of which selects for itself."""
+        """Whether a value, made of wide arrays, masks one that several kernels read, each of which selects for itself."""
         value = self.values[number]
-        if value.dtype != np.bool_ or len(value.users) != 1 or value.users[0].prim != "select_n":
+        wide = any(self.values[root].elements >= value.elements for root, *_ in self.parts[number])
+        if value.dtype != np.bool_ or not wide or len(value.users) != 1 or value.users[0].prim != "select_n":
             return False
         selected = self.values[value.users[0].outputs[0]]
         return selected.dtype.itemsize >= _SUMMED and len(selected.users) > 1 and all(map(self._reads, selected.users))

@@ -11,6 +11,7 @@ import numpy as np
 from jaxauto import compat
 from jaxauto.core import Graph, LinkKind, Node
 from jaxauto.graph import FillEqn
+from jaxauto.rewrite.for_gpu import fills_late
 
 
 class Beside(NamedTuple):
@@ -117,10 +118,13 @@ def is_filling(node: Node) -> bool:
 
 
 def fill_together(graph: Graph, start: dict[int, int], in_place: Set[int]) -> None:
-    """Stacks of one shape that loops of one graph fill are there from the first of these loops on: XLA:GPU fuses what fills them."""
+    """Stacks of one shape that loops of one graph fill are there from the first of these loops on: XLA:GPU fuses what fills them.
+
+    Those whose zeros wait for something (``rewrite/for_gpu.py``) are not.
+    """
     alike: dict[tuple, list[int]] = {}
     for loop in (n for n in graph.nodes if n.bodies):
-        for stack in _filled(loop):
+        for stack in _filled(loop) if not fills_late(loop, graph.values) else ():
             if stack in start and stack not in in_place:
                 value = graph.values[stack]
                 alike.setdefault((value.shape, compat.dtype_name(value.dtype)), []).append(stack)

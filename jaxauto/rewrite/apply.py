@@ -77,6 +77,9 @@ class _Constraints(Pins):
     def instead(self, node: Node, operands: list) -> list | None:
         return for_gpu.instead(node, operands, self.values, self.value) if self.on_gpu else None
 
+    def begin(self, node: Node, operands: list) -> tuple[Any, list]:
+        return for_gpu.begin(node, operands, self.values) if self.on_gpu else (None, operands)
+
     def pinned(self, array: Any, sharding: Sharding, *, stacked: bool = False) -> Any:
         if self.mesh.size == 1 or array.ndim != len(sharding) + stacked or jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
             return array

@@ -34,6 +34,10 @@ class Pins:
         """Called with every equation: its results made another way that a compiler makes more of, or None."""
         return None
 
+    def begin(self, node: Node, operands: list) -> tuple[Any, list]:  # noqa: ARG002
+        """Called with the operands of every scan; returns a zero to fill its stacks with, or None, and the operands."""
+        return None, operands
+
 
 def evaluator(graph: Graph, pins: Pins | None = None) -> Callable:
     """A function of the graph's inputs (flat) that returns its outputs (flat list)."""
@@ -75,13 +79,18 @@ def _equation(node: Node, operands: list, _: Pins, __: Any) -> list:
 def _scan(node: Node, operands: list, pin: Pins, first: Any) -> list:
     """Rebuilt with the public lax.scan: the parameters of the primitive differ between versions."""
     (body,) = node.bodies
+    zero, operands = pin.begin(node, operands)
     consts, init, xs, stacks = _cut(operands, node.num_consts, node.num_carry, len(body.inputs) - node.num_consts - node.num_carry)
     window = node.window or Window(node.trips, 0)
     start, whole = first + window.first, [node.window is not None and x.shape[0] == window.whole for x in xs]
 
+    ys = body.outputs[node.num_carry : len(body.outputs) - len(stacks)]
+    late = [] if zero is None or node.window else [_filled(body, y, node.trips, zero) for y in ys]
+    counted = node.window is not None or bool(late)
+
     def step(carry, x):
         (carry, stacks), (trip, slices) = carry, x
-        at = start + trip * window.each if node.window else 0
+        at = start + trip * window.each if counted else 0
         cut = iter(slices)
         read = [lax.dynamic_index_in_dim(x, at, keepdims=False) if all_of_it else next(cut) for x, all_of_it in zip(xs, whole, strict=True)]
         results = evaluate(body, [*consts, *carry, *read], pin, at)
@@ -91,13 +100,20 @@ def _scan(node: Node, operands: list, pin: Pins, first: Any) -> list:
 
     carries = body.inputs[node.num_consts : node.num_consts + node.num_carry]
     init = [pin.value(number, _as(body, number, array)) for number, array in zip(carries, init, strict=True)]
-    given = (lax.iota("int32", node.trips) if node.window else None, [x for x, all_of_it in zip(xs, whole, strict=True) if not all_of_it])
+    given = (lax.iota("int32", node.trips) if counted else None, [x for x, all_of_it in zip(xs, whole, strict=True) if not all_of_it])
     unroll = node.params.get("unroll", 1) if window.each == 1 else 1
+    stacks = [*late, *stacks]
     with compat.source_of(node.eqn, node.scope):
         if node.trips == 1 and window.each > 1:
             return list(itertools.chain(*_once(lambda carry: step(carry, (0, []))[0], (init, stacks))))
         (carry, stacks), ys = lax.scan(step, (init, stacks), given, length=node.trips, reverse=node.reverse, unroll=unroll)
     return [*carry, *ys, *stacks]
+
+
+def _filled(body: Graph, y: int | Literal, trips: int, zero: Any) -> Any:
+    """A stack of what each trip makes as ``y``, not written yet."""
+    aval = body.values[y].aval if isinstance(y, int) else y.aval
+    return jnp.broadcast_to(lax.convert_element_type(zero, aval.dtype), (trips, *aval.shape))
 
 
 def _once(step: Callable, carry: Any) -> Any:

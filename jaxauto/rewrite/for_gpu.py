@@ -16,6 +16,7 @@ from jax import lax
 
 from jaxauto import compat
 from jaxauto.core import Literal, Node, Value
+from jaxauto.graph import FillEqn
 
 Pinned = Callable[[int, Any], Any]
 
@@ -31,6 +32,41 @@ def instead(node: Node, operands: list, values: Mapping[int, Value], pinned: Pin
         return None
     with compat.source_of(node.eqn, node.scope):
         return way(node, operands, [values[x].producer if isinstance(x, int) else None for x in node.inputs], pinned)
+
+
+def fills_late(node: Node, values: Mapping[int, Value]) -> tuple[int, ...]:
+    """A scan of the backward pass whose carries begin with constants waits for nothing but the cotangents that it reads: which of its
+    operands those are. The zeros that its stacks are filled with wait for them too. Of any other loop: none.
+    """
+    if node.prim != "scan" or not node.backward or any(compat.is_key_dtype(values[x].dtype) for x in node.outputs):
+        return ()
+    first, last = node.num_consts, node.num_consts + node.num_carry
+    made_by = [values[x].producer if isinstance(x, int) else None for x in node.inputs[: len(node.bodies[0].inputs)]]
+    if not all(isinstance(x, Literal) or _is_constant(made) for x, made in zip(node.inputs[first:last], made_by[first:last], strict=True)):
+        return ()
+    return tuple(k for k, made in enumerate(made_by) if made is not None and made.backward and not first <= k < last)
+
+
+def begin(node: Node, operands: list, values: Mapping[int, Value]) -> tuple[Any, list]:
+    """What ``Pins.begin`` returns, see ``fills_late``."""
+    late = fills_late(node, values)
+    if not late:
+        return None, operands
+    zero, tied = lax.optimization_barrier((jnp.float32(0), [operands[k] for k in late]))
+    now = dict(zip(late, tied, strict=True))
+    pairs = enumerate(zip(node.inputs, operands, strict=True))
+    return zero, [now[k] if k in now else _late(x, operand, zero, values) for k, (x, operand) in pairs]
+
+
+def _late(x: int | Literal, operand: Any, zero: Any, values: Mapping[int, Value]) -> Any:
+    """A stack that several loops write, as the first of them gets it."""
+    made = values[x].producer if isinstance(x, int) else None
+    filled = made is not None and isinstance(made.eqn, FillEqn)
+    return jnp.broadcast_to(lax.convert_element_type(zero, operand.dtype), operand.shape) if filled else operand
+
+
+def _is_constant(node: Node | None) -> bool:
+    return node is not None and node.prim == "broadcast_in_dim" and isinstance(node.inputs[0], Literal)
 
 
 def _scatter(node: Node, operands: list, made_by: list[Node | None], pinned: Pinned) -> list | None:

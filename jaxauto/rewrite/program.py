@@ -191,15 +191,17 @@ def ripeness(graph: Graph, phase) -> dict[int, int]:
 def cotangent_at(program: Program, graph: Graph, place: int, phase, readers, position, ripe, *, enough: float = math.inf) -> int | None:
     """A value of the backward pass that is alive before the node at ``place`` and waits for most of the forward pass.
 
-    ``enough``: a forward position; what waits for a later one waits for enough of it. Of those that wait for as much what the node itself reads comes first, then arrays before scalars, then the youngest. Not what is spread over an array, by a
-    broadcast or a mask: nothing but the barrier would have it written. Of what is widened, for the same reason, what it is made of. Where
-    the backward pass has made nothing yet that depends on the forward one (that of a mean is a constant), what the forward pass made last,
-    the loss, stands in.
+    ``enough``: a forward position; what waits for a later one waits for enough of it. Of those that wait for as much what the node itself
+    reads comes first, then arrays before scalars, then the youngest. Not what is spread over an array, by a broadcast or a mask: nothing
+    but the barrier would have it written. Of what is widened, for the same reason, what it is made of. Where the backward pass has made
+    nothing yet that depends on the forward one (that of a mean is a constant), what the forward pass made last, the loss, stands in.
     """
     read = {x for x in graph.nodes[place].inputs if isinstance(x, int)}
     made = {out: n for n in graph.nodes[max(0, place - 400) : place] for out in n.outputs if phase[n.id] % 2}
     live = [x for x in made if (x in read or readers.get(x, (-1,))[-1] >= place) and ripe[x] >= 0]
-    best_first = sorted(live, key=lambda x: (min(ripe[x], enough), x in read, bool(program.values[x].shape), ripe[x], position[made[x].id]), reverse=True)
+    best_first = sorted(
+        live, key=lambda x: (min(ripe[x], enough), x in read, bool(program.values[x].shape), ripe[x], position[made[x].id]), reverse=True
+    )
     narrow = (made[x].inputs[0] if is_widening(made[x], program.values) else x for x in best_first)
     spread = lambda x: x in program.written and is_spread(program.written, x)  # noqa: E731
     if (best := next((x for x in narrow if not spread(x)), None)) is not None:

@@ -6,8 +6,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -76,23 +74,3 @@ def test_on_cpu_what_is_made_again_waits_for_all_gradients_before_it():
 
     assert sums_before(frozenset(graph.outputs)) == 1, "what the backward pass begins with is waited for before it"
     assert sums_before(None) > 2
-
-
-@pytest.mark.parametrize("spec", [P("data"), P(None, "data"), P(None, None, None, "data"), P()])
-def test_zeros_of_a_pool_that_are_made_late_under_shardings(monkeypatch, spec):
-    """As for GPU; the sharded execution equals the unsharded one."""
-    monkeypatch.setattr("jaxauto.rewrite.apply._Constraints.fills_early", lambda _: True)
-
-    def pooled(x, w):
-        pool = lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")  # noqa: E731
-        return jax.grad(lambda x: jnp.sum(jnp.sin(pool(x) * w)))(x)
-
-    x, w = jax.random.normal(jax.random.key(0), (8, 16, 8, 8)), jnp.linspace(0.5, 2.0, 8)
-    graph = build(trace(pooled, (x, w)).jaxpr)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    cut = tuple(() if axis is None else (axis,) for axis in (*spec, *[None] * (4 - len(spec))))
-    (scatter,) = (n for n in graph.nodes if n.prim == "select_and_scatter_add")
-    run = apply(graph, Decisions({scatter.outputs[0]: cut}, {}), mesh)
-    assert "select_and_scatter[" in str(jax.make_jaxpr(run)(x, w))
-    (got,) = jax.jit(run, in_shardings=(NamedSharding(mesh, spec), NamedSharding(mesh, P())))(x, w)
-    np.testing.assert_allclose(got, jax.jit(pooled)(x, w), rtol=1e-6, atol=1e-6)

@@ -147,25 +147,3 @@ def test_what_is_awaited_is_read_before_anything_passes():
     here = jnp.ones(4)
     text = jax.jit(fn).lower(here, here).as_text()
     assert text.count("stablehlo.slice %arg0") == text.count("stablehlo.slice %arg1") == 1
-
-
-class Late(Pins):
-    def fills_early(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("padding", ["SAME", "VALID", ((0, 0), (2, 1), (1, 1), (0, 0))])
-@pytest.mark.parametrize(("start", "largest"), [(-jnp.inf, lax.max), (jnp.inf, lax.min)])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_gradient_of_pooling_into_zeros_that_are_made_late(dtype, start, largest, padding):
-    x = jnp.round(3 * jnp.sin(jnp.arange(2 * 7 * 7 * 3.0))).reshape(2, 7, 7, 3).astype(dtype)  # with ties
-
-    def gradient(x, y):
-        pool = lambda x: lax.reduce_window(x, start, largest, (1, 3, 3, 1), (1, 2, 2, 1), padding)  # noqa: E731
-        return jax.grad(lambda x: jnp.sum(jnp.cos(pool(x).astype(jnp.float32)) * y))(x)
-
-    traced = trace(gradient, (x, jnp.float32(2.0)))
-    graph = build(traced.jaxpr)
-    run = evaluator(graph, Late())
-    assert "select_and_scatter[" in str(jax.make_jaxpr(run)(x, jnp.float32(2.0)))
-    np.testing.assert_array_equal(jax.jit(run)(x, jnp.float32(2.0))[0], jax.jit(gradient)(x, jnp.float32(2.0)))
