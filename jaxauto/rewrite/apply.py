@@ -165,8 +165,13 @@ def after_last(arrays: list, awaited: Set[int] = frozenset()) -> list:
     if not floating:
         return list(lax.optimization_barrier(tuple(arrays)))
     read = [arrays[k] for k in floating if k in awaited or k == floating[-1]]
-    nothing = functools.reduce(jnp.add, [0 * _first(x).astype(jnp.float32) for x in read])
+    nothing = _written(functools.reduce(jnp.add, [0 * _first(x).astype(jnp.float32) for x in read]))
     return [_selected(nothing != k + 1, x) if k in here else x for k, x in enumerate(arrays)]
+
+
+def _written(scalar: Any) -> Any:
+    """The scalar, in memory: sorts are not fused. What goes into a fusion is made in each, and all that it is made of lies there for it."""
+    return lax.sort(jnp.stack([scalar, scalar]))[0]
 
 
 def _first(array: Any) -> Any:

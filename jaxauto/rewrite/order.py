@@ -40,8 +40,8 @@ def in_order(rewritten: Rewritten, finished: Set[int], *, at_once: bool = True, 
       finished: gradients of the straight program that what comes after them in the backward pass waits for.
       at_once: a recomputation waits for all gradients before it; else for those before the last one: their sums run beside a block.
       strays: the compiler starts early what waits for nothing, and puts the loss off.
-      stepwise: every operation of the backward pass that reads a cotangent waits for all gradients before it, also in bodies of loops in
-        which something is made again.
+      stepwise: every operation of the backward pass that reads a cotangent waits for all gradients and operations before it, also in
+        bodies of loops in which something is made again.
     """
     program = Program.after(rewritten)
     bodies = [body for node in walk(rewritten.graph) for body in node.bodies if any(isinstance(n.eqn, BarrierEqn) for n in body.nodes)]
@@ -84,6 +84,8 @@ class _Order:
         self.readers = readers_of(self.graph)
         self.names: dict[int, int] = {}
         self.waits: set[int] = set()  # values that some matmul or loop comes before
+        self.unread: dict[int, None] = {}  # results of steps, in order
+        self.step: int | None = None  # something small that has waited for the steps so far
         self.results = self._results(original) if strays else set()
 
     def run(self) -> None:
@@ -105,8 +107,12 @@ class _Order:
             if node.backward and isinstance(node.eqn, BarrierEqn):
                 waited, before = ([*before, *made], []) if self.at_once else (before, made)
                 self.names.update(self.program.join(node, {x: self.names.get(x, x) for x in (*waited, *loss)}))
+                self.program.join(node, {x: x for x in self._steps_before()})
+                self._passed(node)
                 made, loss = [], []
             made += [x for x in node.outputs if x in self.finished]
+            if self.stepwise:
+                self._remember(node)
             if node.bodies or node.prim in _WRITTEN or not self.waits.isdisjoint(x for x in node.inputs if isinstance(x, int)):
                 self.waits.update(node.outputs)
             nodes.append(node)
@@ -116,9 +122,28 @@ class _Order:
 
     def _tie(self, tied: Sequence[int], near: Node) -> Node:
         """A barrier for what ``tied`` is called now, from which it is read."""
-        barrier, passed = self.program.barrier(list(dict.fromkeys(self.names.get(x, x) for x in tied)), near)
+        numbers = [*(self.names.get(x, x) for x in tied), *self._steps_before()]
+        barrier, passed = self.program.barrier(list(dict.fromkeys(numbers)), near)
         self.names.update({x: passed[self.names.get(x, x)] for x in tied})
+        self._passed(barrier)
         return barrier
+
+    def _remember(self, node: Node) -> None:
+        """Of a step that is there: what it read, and what it made."""
+        for x in node.inputs:
+            self.unread.pop(x, None) if isinstance(x, int) else None
+        if node.backward and node.prim in _WRITTEN:
+            self.unread.update(dict.fromkeys(x for x in node.outputs if self._floating(x)))
+
+    def _steps_before(self) -> list[int]:
+        """What a step waits for beside gradients: what nothing has read of steps before it, and those before these."""
+        return [*self.unread, *([] if self.step is None else [self.step])]
+
+    def _passed(self, barrier: Node) -> None:
+        """What steps after a barrier wait for."""
+        self.unread.clear()
+        small = [x for x in barrier.outputs if self._floating(x) and self.program.values[x].nbytes <= _SMALL] if self.stepwise else []
+        self.step = min(small, key=lambda x: self.program.values[x].nbytes, default=None)
 
     def _results(self, original: Graph) -> set[int]:
         """What is returned of the forward pass alone."""
@@ -153,4 +178,4 @@ class _Order:
         return [min(read, key=lambda x: self.values[x].nbytes), tie]
 
     def _floating(self, number: int) -> bool:
-        return jnp.issubdtype(self.values[number].dtype, jnp.floating)
+        return jnp.issubdtype(self.program.values[number].dtype, jnp.floating)
