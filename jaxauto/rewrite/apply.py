@@ -171,7 +171,8 @@ def after_last(arrays: list, awaited: Set[int] = frozenset()) -> list:
 
 def _written(scalar: Any) -> Any:
     """The scalar, in memory: sorts are not fused. What goes into a fusion is made in each, and all that it is made of lies there for it."""
-    return lax.sort(jnp.stack([scalar, scalar]))[0]
+    bits = lax.bitcast_convert_type(scalar, jnp.int32)  # numbers are compared in more steps
+    return lax.bitcast_convert_type(lax.sort(jnp.stack([bits, bits]))[0], scalar.dtype)
 
 
 def _first(array: Any) -> Any:
