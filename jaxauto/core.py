@@ -305,6 +305,8 @@ class Estimate:
     flops: float  # of the whole step on one device
     mfu: float  # model flops utilisation: flops without recomputation / step_time / peak
     collectives: tuple[Collective, ...] = ()
+    feed_time: float = 0.0  # of comm_time: the batch's way from the host, of which a compiled step shows nothing
+    exposed_feed_time: float = 0.0  # how much shorter the step is without
 
     def as_dict(self) -> dict:
         return dataclasses.asdict(self)

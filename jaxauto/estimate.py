@@ -13,6 +13,7 @@ from jaxauto.graph import walk
 from jaxauto.solve.live import timeline
 from jaxauto.solve.model import Model
 from jaxauto.solve.search import Candidate
+from jaxauto.solve.work import feeding_seconds
 from jaxauto.strategies import shards
 
 MEMORY_KINDS = ("parameters", "optimizer state", "batch and other inputs", "activations kept", "gradients and updates", "transients")
@@ -23,6 +24,8 @@ def estimate(candidate: Candidate) -> Estimate:
     model, x = candidate.model, candidate.x
     compute = model.problem.resource("compute", x)
     prefetch, blocking = model.problem.resource("prefetch", x), model.problem.resource("blocking", x)
+    fed = feeding_seconds(model, x)
+    unfed = float(model.problem.total_seconds({"compute": compute, "prefetch": prefetch - fed, "blocking": blocking}))
     flops = local_flops(model, x)
     peak = model.chip.peak_flops(_widest_dtype(model))
     return Estimate(
@@ -35,6 +38,8 @@ def estimate(candidate: Candidate) -> Estimate:
         flops=flops,
         mfu=written_flops(model) / model.mesh.num_devices / candidate.seconds / peak if candidate.seconds else 0.0,
         collectives=collectives(model, x),
+        feed_time=fed,
+        exposed_feed_time=candidate.seconds - unfed if fed else 0.0,
     )
 
 

@@ -127,6 +127,7 @@ def _time(plan: Plan) -> list[tuple[str, str, str]]:
         ("step", duration(e.step_time), share(e.step_time, e.step_time)),
         ("compute", duration(e.compute_time), share(e.compute_time, e.step_time)),
         ("communication", duration(e.comm_time), share(e.comm_time, e.step_time)),
+        ("  of it the batch's way from the host", duration(e.feed_time), share(e.feed_time, e.step_time)),
         ("  of it exposed", duration(e.exposed_comm_time), share(e.exposed_comm_time, e.step_time)),
         ("model flops utilisation", "", f"{100 * e.mfu:.1f} %"),
     ]

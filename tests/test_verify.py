@@ -331,3 +331,20 @@ def test_a_permute_takes_as_long_whatever_its_rings():
     )
     assert verify.hlo_collective_seconds(one, axes) == verify.hlo_collective_seconds(other, axes)
     assert verify.hlo_collective_seconds(one, axes) == collective_seconds("collective-permute", 8 * 2**20, axes.sizes, axes.links)
+
+
+def test_what_the_batch_takes_from_the_host_is_told_but_not_compared():
+    """A compiled step begins with its batch on the device."""
+
+    def step(params, x):
+        grads = jax.grad(lambda p: jnp.mean(jnp.tanh(x.astype(jnp.float32) @ p["w"])))(params)
+        return {"w": params["w"] - 1e-3 * grads["w"]}
+
+    args = {"w": jax.ShapeDtypeStruct((256, 256), jnp.float32)}, jax.ShapeDtypeStruct((2**16, 256), jnp.uint8)
+    plan = jaxauto.plan(step, *args, target="h100:1", certify=False, progress=False)
+    e, host = plan.estimate, jaxauto.Target("h100:1").chip.host_bandwidth
+    assert e.feed_time == pytest.approx(2**24 / host, rel=1e-6) == pytest.approx(e.comm_time, rel=1e-3)
+    assert 0 < e.exposed_feed_time <= e.feed_time
+    rows = {row.name: row for row in plan.verify().rows}
+    assert rows["communication time"].estimated == pytest.approx(e.comm_time - e.feed_time)
+    assert rows["step time (roofline of the schedule)"].estimated == pytest.approx(e.step_time - e.exposed_feed_time)

@@ -28,9 +28,8 @@ def add_traffic(model: Model) -> None:
     runs = model.cached(("runs", variant), lambda: buffer_runs(variant, model.groups))
     by_class = np.bincount(model.buffer_class, b.bytes_ * (b.reads + b.written) * runs, minlength=count)
     spared = _spared(model, runs)
-    fed = b.is_input & ~np.isin(variant.origin, list(model.program.known_early))
     crossing = host_traffic(variant, model.groups)
-    crossing["prefetch"] += b.bytes_ * fed
+    crossing["prefetch"] += b.bytes_ * _fed(model)
     from_host = {resource: np.bincount(model.buffer_class, bytes_, minlength=count) for resource, bytes_ in crossing.items()}
     for c, (v, _) in enumerate(model.classes):
         if by_class[c]:
@@ -38,6 +37,18 @@ def add_traffic(model: Model) -> None:
         for resource, bytes_ in from_host.items():
             if bytes_[c]:  # the batch comes anew each step, what is offloaded goes and comes: each device gets its piece
                 model.problem.add_unary(resource, v, bytes_[c] / model.pieces[c] / chip.host_bandwidth)
+
+
+def _fed(model: Model) -> np.ndarray:
+    """Which buffers come from the host in every step: ``bool [buffers]``."""
+    return model.buffers.is_input & ~np.isin(model.variant.origin, list(model.program.known_early))
+
+
+def feeding_seconds(model: Model, x: np.ndarray) -> float:
+    """What sending the batch from the host takes in solution ``x``, of the seconds of the resource "prefetch"."""
+    bytes_ = np.bincount(model.buffer_class, model.buffers.bytes_ * _fed(model), minlength=len(model.classes))
+    each = (bytes_[c] / model.pieces[c][x[v]] for c, (v, _) in enumerate(model.classes) if bytes_[c])
+    return float(sum(each)) / model.chip.host_bandwidth
 
 
 def add_launches(model: Model) -> None:
