@@ -33,7 +33,9 @@ _SMALL = 1 << 20  # bytes: a larger result is not held back from where the compi
 _WRITTEN = ("scatter", "scatter-add", "scatter_add", "dot_general", "conv_general_dilated")  # never fused into what reads them
 
 
-def in_order(rewritten: Rewritten, finished: Set[int], *, at_once: bool = True, strays: bool = True, stepwise: bool = False) -> Rewritten:
+def in_order(
+    rewritten: Rewritten, finished: Set[int], *, at_once: bool = True, strays: bool = True, stepwise: bool = False, sums: bool = False
+) -> Rewritten:
     """The same program, held to its order.
 
     Args:
@@ -42,11 +44,13 @@ def in_order(rewritten: Rewritten, finished: Set[int], *, at_once: bool = True, 
       strays: the compiler starts early what waits for nothing, and puts the loss off.
       stepwise: every operation of the backward pass that reads a cotangent waits for all gradients and operations before it, also in
         bodies of loops in which something is made again.
+      sums: what is kept of rows alone, their sums, is waited for in the forward pass: the compiler makes it in a kernel of its own, from
+        the rows, when the backward pass reads it.
     """
     program = Program.after(rewritten)
     bodies = [body for node in walk(rewritten.graph) for body in node.bodies if any(isinstance(n.eqn, BarrierEqn) for n in body.nodes)]
     for graph in (rewritten.graph, *(bodies if stepwise else ())):
-        _Order(program, graph, finished, at_once=at_once, strays=strays, stepwise=stepwise).run()
+        _Order(program, graph, finished, at_once=at_once, strays=strays, stepwise=stepwise, sums=sums).run()
     return program.rewritten(rewritten.host)
 
 
@@ -73,7 +77,7 @@ def late_conversions(nodes: Sequence[Node], finished: Set[int]) -> list[Node]:
 
 
 class _Order:
-    def __init__(self, program: Program, original: Graph, finished: Set[int], *, at_once: bool, strays: bool, stepwise: bool):
+    def __init__(self, program: Program, original: Graph, finished: Set[int], *, at_once: bool, strays: bool, stepwise: bool, sums: bool):
         self.program, self.graph, self.finished = program, program.graphs[id(original)], finished
         self.at_once, self.strays, self.stepwise = at_once, strays, stepwise
         self.graph.nodes = late_conversions(self.graph.nodes, finished)
@@ -87,13 +91,18 @@ class _Order:
         self.unread: dict[int, None] = {}  # results of steps, in order
         self.step: int | None = None  # something small that has waited for the steps so far
         self.results = self._results(original) if strays else set()
+        self.sums = self._sums() if sums else set()
 
     def run(self) -> None:
         nodes: list[Node] = []
         made: list[int] = []  # gradients that nothing has waited for
         before: list[int] = []  # those that were there at the last recomputation
         loss: list[int] = []  # and what else is returned of the forward pass, until the backward pass has waited for it
+        kept: list[int] = []  # sums of rows that nothing has waited for
         for place, node in enumerate(self.graph.nodes):
+            if kept and node.prim in _WRITTEN and (rows := self._rows(node)):
+                nodes.append(self._tie([*rows[-1:], *kept], node))
+                kept = []
             tied = self._waiting(node, [*before, *made, *loss]) if node.bodies or self._steps(node) else []
             made, before = ([], []) if tied else (made, before)
             tied = tied or self._early(node, place)
@@ -116,6 +125,7 @@ class _Order:
             if node.bodies or node.prim in _WRITTEN or not self.waits.isdisjoint(x for x in node.inputs if isinstance(x, int)):
                 self.waits.update(node.outputs)
             nodes.append(node)
+            kept += [x for x in node.outputs if x in self.sums]
             loss += [x for x in node.outputs if x in self.results and x in self.waits]
         self.graph.nodes = nodes
         self.graph.outputs = renamed(self.graph.outputs, self.names)
@@ -150,6 +160,27 @@ class _Order:
         forward = itertools.takewhile(lambda node: not node.backward, self.graph.nodes)
         returned = {out for node in forward for out in node.outputs}.intersection(original.outputs)
         return {x for x in returned if self._floating(x) and self.values[x].nbytes <= _SMALL}
+
+    def _sums(self) -> set[int]:
+        """Values of the forward pass that the backward pass reads, and no operation before it, made of the sum of what it does not read."""
+        backward = {x for node in self.graph.nodes if node.backward for x in node.inputs}
+        written = (node for node in self.graph.nodes if not node.backward and (node.bodies or node.prim in _WRITTEN))
+        read = {x for node in written for x in node.inputs if isinstance(x, int)}
+        return {x for x in backward if isinstance(x, int) and x not in read and self._is_sum(x, backward)}
+
+    def _is_sum(self, number: int, backward: Set) -> bool:
+        """Whether a value is a sum, or made of one elementwise, and what is summed is much larger and not read by the backward pass."""
+        node = self.values[number].producer if number in self.values else None
+        while node is not None and not node.backward and len(node.inputs) == 1 and isinstance(x := node.inputs[0], int):
+            if self.values[x].nbytes > 8 * self.values[number].nbytes:
+                return node.prim.startswith("reduce") and x not in backward
+            node = self.values[x].producer
+        return False
+
+    def _rows(self, node: Node) -> list[int]:
+        """Arrays of the forward pass that depend on the batch and that an operation of it reads, the largest last."""
+        read = [] if node.backward else [x for x in node.inputs if isinstance(x, int) and x in self.waits and self._floating(x)]
+        return sorted(read, key=lambda x: self.values[x].nbytes)
 
     def _steps(self, node: Node) -> bool:
         return self.stepwise and node.prim in _WRITTEN and self.finished.isdisjoint(node.outputs)

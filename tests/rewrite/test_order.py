@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -225,3 +227,66 @@ def test_steps_of_the_zoo(name):
     for want, got in zip(jax.jit(evaluator(graph))(*leaves), jax.jit(evaluator(result.graph))(*leaves), strict=True):
         data = (jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in (want, got))
         np.testing.assert_allclose(*map(np.asarray, data), rtol=2e-5, atol=1e-6)
+
+
+def chained(result):
+    """Whether each barrier of the backward pass lets something pass that the one before let pass."""
+    found = [b for b in barriers(result) if b.backward]
+    return len(found) > 1 and all({*a.outputs} & {*b.inputs} for a, b in itertools.pairwise(found))
+
+
+def test_in_steps_each_waits_for_all_before_it_and_for_what_is_not_read_yet():
+    """Layers that share a matrix: its gradient is finished with the first of them. A cotangent that all of them read is there early."""
+
+    def step(params, x):
+        def loss(params):
+            skips, y = 0.0, x
+            for bias in params["biases"]:
+                y = jnp.tanh(y @ params["w"] + bias)
+                skips = skips + y @ params["skip"]
+            return jnp.sum(jnp.sin(skips))
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+    matrices = 0.1 * jax.random.normal(jax.random.key(0), (2, WIDTH, WIDTH))
+    args = {"w": matrices[0], "skip": matrices[1], "biases": [jnp.ones(WIDTH)] * 3}, jnp.ones((ROWS, WIDTH))
+    graph = build(trace(step, args).jaxpr)
+    sums = [n.outputs[0] for n in graph.nodes if n.backward and n.prim == "reduce_sum"]
+    products = [
+        n.outputs[0] for n in graph.nodes if n.backward and n.prim == "dot_general" and graph.values[n.outputs[0]].shape == (WIDTH,) * 2
+    ]
+    result = in_order(Rewritten(graph, {}), frozenset(sums), stepwise=True).graph
+    assert sums and len(products) == 6 and chained(result)
+    assert len({*products} & {x for b in barriers(result) for x in b.inputs}) > 1
+    assert not {*products} & {x for b in barriers(in_order(Rewritten(graph, {}), frozenset(sums)).graph) for x in b.inputs}
+    leaves = jax.tree.leaves(args)
+    for want, got in zip(jax.jit(evaluator(graph))(*leaves), jax.jit(evaluator(result))(*leaves), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sums", [True, False])
+def test_the_sums_of_rows_that_alone_are_kept_are_waited_for_in_the_forward_pass(sums):
+    def step(params, x):
+        def loss(params):
+            y = x
+            for k, w in enumerate(params):
+                with jax.named_scope(f"layer{k}"):
+                    y = y + jax.nn.softmax(y @ w) @ w.T
+            return jnp.sum(jnp.sin(y))
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+    args = [0.1 * jax.random.normal(jax.random.key(k), (WIDTH, VOCABULARY)) for k in range(3)], jnp.ones((ROWS, WIDTH))
+    graph = build(trace(step, args).jaxpr)
+    rows = {n.outputs[0] for n in graph.nodes if not n.backward and graph.values[n.outputs[0]].shape == (ROWS, 1)}
+    blocks = find_blocks(graph)
+    rewritten = recompute(graph, {k: frozenset(rows & {*block.made}) for k, block in enumerate(blocks)})
+    result = in_order(rewritten, frozenset(), sums=sums).graph
+    forward = [b for b in barriers(result) if {*b.inputs} & rows and not any(n.backward for n in result.nodes[: result.nodes.index(b)])]
+    assert bool(forward) is sums
+    for barrier in forward:
+        after = result.nodes[result.nodes.index(barrier) + 1]
+        assert after.prim == "dot_general" and {*after.inputs} & {*barrier.outputs}
+    leaves = jax.tree.leaves(args)
+    for want, got in zip(jax.jit(evaluator(graph))(*leaves), jax.jit(evaluator(result))(*leaves), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
