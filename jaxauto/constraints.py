@@ -28,7 +28,7 @@ def allowed_states(constraints: Mapping[str, Any] | None, traced: Traced, groups
     """
     allowed: dict[int, np.ndarray] = {}
     for pattern, spec in (constraints or {}).items():
-        matches = [k for k, path in enumerate(traced.in_paths) if fnmatch.fnmatchcase(path, pattern)]
+        matches = [k for k, path in enumerate(traced.in_paths) if path == pattern or fnmatch.fnmatchcase(path, pattern)]
         if not matches:
             close = difflib.get_close_matches(pattern, traced.in_paths, n=3, cutoff=0.3)
             known = ", ".join(close or traced.in_paths[:3])

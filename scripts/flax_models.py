@@ -275,12 +275,13 @@ def lora(n: int) -> Step:
     """arXiv 2106.09685: of each matrix two thin factors are trained; the model itself is bfloat16, and an argument."""
     m, tokens = Language(), ints(n, 1024)
     base = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, HALF), _init(m, tokens))
-    shapes = {jax.tree_util.keystr(path): v.shape for path, v in jax.tree_util.tree_leaves_with_path(base) if v.ndim == 2}
+    name = lambda path: "/".join(key.key for key in path)  # noqa: E731
+    shapes = {name(path): v.shape for path, v in jax.tree_util.tree_leaves_with_path(base) if v.ndim == 2}
     thin = {path: {"a": floats(rows, 8), "b": floats(8, columns)} for path, (rows, columns) in shapes.items()}
 
     def tuned(thin: Any, base: Any) -> Any:
         def one(path: Any, v: jax.Array) -> jax.Array:
-            pair = thin.get(jax.tree_util.keystr(path))
+            pair = thin.get(name(path))
             return v if pair is None else v + (pair["a"] @ pair["b"]).astype(v.dtype)
 
         return jax.tree_util.tree_map_with_path(one, base)

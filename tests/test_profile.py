@@ -358,3 +358,11 @@ def test_arrays_fill_tiles_on_a_tpu():
     prof = jaxauto.profile(lambda x: x + 1, narrow, target="v5e:1")
     assert prof.argument_bytes == 4 * 4096 * 3
     assert 4 * 4096 * 3 < prof.memory["batch and other inputs"] <= 4 * 4096 * 8
+
+
+def test_a_path_that_reads_like_a_glob_is_that_argument():
+    """Keys may hold brackets, as those that jax.tree_util.keystr makes."""
+    step = lambda p, x: jnp.sum(x @ p["['w']"])  # noqa: E731
+    args = {"['w']": jax.ShapeDtypeStruct((16, 8), jnp.float32)}, jax.ShapeDtypeStruct((4, 16), jnp.float32)
+    found = jaxauto.profile(step, *args, target="v5e:2x4", mesh={"model": 8}, in_specs={"0.['w']": P(None, "model")})
+    assert found.params_bytes == 16 * 8 * 4 / 8
