@@ -54,8 +54,10 @@ def line(plan: Plan, chip: str, without: Callable[[], AbstractContextManager]) -
     return f"| {', '.join(plan)} | {chip} | {' | '.join(cells)} | {ratio:.3f} |"
 
 
-def compare(description: str, title: str, plans: Sequence[Plan], without: Callable[[], AbstractContextManager]) -> None:
-    """The command line of a benchmark of exchanged operands: ``without()``, as written; then exchanged. A table as the script is named."""
+def compare(
+    description: str, title: str, plans: Sequence[Plan], without: Callable[[], AbstractContextManager], *, how: str = "exchanged"
+) -> None:
+    """The command line of a benchmark of a rewriting: ``without()``, as written; then as ``how`` says. A table as the script is named."""
     script = Path(sys.argv[0]).name
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default="v5e,h100")
@@ -65,8 +67,8 @@ def compare(description: str, title: str, plans: Sequence[Plan], without: Callab
     options = parser.parse_args()
     remat_cases.compile_once(options.keep)
     lines = [f"# {title}", "", f"Made by scripts/{script}; jax {jax.__version__}.", ""]
-    lines += ["As written, then exchanged; ratio: of the schedules' seconds.", ""]
-    lines += ["| plan | target | MiB | exchanged | ms | exchanged | cycles, ms | exchanged | ratio |", "|---|---|" + "---|" * 7]
+    lines += [f"As written, then {how}; ratio: of the schedules' seconds.", ""]
+    lines += [f"| plan | target | MiB | {how} | ms | {how} | cycles, ms | {how} | ratio |", "|---|---|" + "---|" * 7]
     for chip in options.targets.split(","):
         for plan in plans:
             if options.only in ", ".join(plan):
