@@ -1,6 +1,7 @@
 """Equations of which XLA:GPU makes more than it has to, written so that it does not: the same numbers (scripts/results/for_gpu.md).
 
 - What is scattered into zeros. They wait for nothing, so XLA makes them as the step begins, and keeps them     ``_scatter``, ``_pool``
+- Stacks that the backward pass of a recurrence fills: those zeros too                              ``fills_late``, ``begin``
 - A transposed convolution. XLA writes its input to memory with zeros between the elements, and slides the kernel over all of them; it
   takes it for the gradient of a strided convolution, which needs no zeros, if the kernel is seen to be reversed       ``_convolution``
 - A convolution with a dilated kernel, of an input padded on one side. It is the kernel that XLA fills with zeros then  ``_convolution``
@@ -42,7 +43,8 @@ def fills_late(node: Node, values: Mapping[int, Value]) -> tuple[int, ...]:
         return ()
     first, last = node.num_consts, node.num_consts + node.num_carry
     made_by = [values[x].producer if isinstance(x, int) else None for x in node.inputs[: len(node.bodies[0].inputs)]]
-    if not all(isinstance(x, Literal) or _is_constant(made) for x, made in zip(node.inputs[first:last], made_by[first:last], strict=True)):
+    carries = zip(node.inputs[first:last], made_by[first:last], strict=True)
+    if not all(isinstance(x, Literal) or _constant(made) is not None for x, made in carries):
         return ()
     return tuple(k for k, made in enumerate(made_by) if made is not None and made.backward and not first <= k < last)
 
@@ -65,19 +67,22 @@ def _late(x: int | Literal, operand: Any, zero: Any, values: Mapping[int, Value]
     return jnp.broadcast_to(lax.convert_element_type(zero, operand.dtype), operand.shape) if filled else operand
 
 
-def _is_constant(node: Node | None) -> bool:
-    return node is not None and node.prim == "broadcast_in_dim" and isinstance(node.inputs[0], Literal)
+def _constant(node: Node | None) -> Literal | None:
+    """The scalar constant that a node fills an array with."""
+    if node is None or node.prim != "broadcast_in_dim" or not isinstance(x := node.inputs[0], Literal):
+        return None
+    return x if jnp.ndim(x.value) == 0 else None
 
 
 def _scatter(node: Node, operands: list, made_by: list[Node | None], pinned: Pinned) -> list | None:
-    """The zeros are made once what is scattered is there."""
-    zeros, into = made_by[0], node.inputs[0]
-    if zeros is None or zeros.prim != "broadcast_in_dim" or not isinstance(zeros.inputs[0], Literal):
+    """The zeros, or what else is the same everywhere, are made once what is scattered is there."""
+    constant, into = _constant(made_by[0]), node.inputs[0]
+    if constant is None or not isinstance(into, int):
         return None
-    assert isinstance(into, int)
     what = 1 if node.prim == "dynamic_update_slice" else 2
-    operands[what], value = lax.optimization_barrier((operands[what], jnp.asarray(zeros.inputs[0].value, operands[0].dtype)))
-    operands[0] = pinned(into, jnp.full(operands[0].shape, value))
+    value, shape = jnp.asarray(constant.value, operands[0].dtype), operands[0].shape
+    waiting, value = lax.optimization_barrier((operands[what], value))
+    operands = [pinned(into, jnp.full(shape, value)), *operands[1:what], waiting, *operands[what + 1 :]]
     return compat.bind(node.eqn, operands, node.scope)
 
 
