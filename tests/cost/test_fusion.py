@@ -87,6 +87,55 @@ def test_on_gpu_part_of_a_gelu_is_kept_for_the_backward_pass(activation, prim, d
     assert (prim in made_by(graph, buffers)) == kept
 
 
+@pytest.mark.parametrize(("dtype", "kept"), [(jnp.float32, True), (jnp.bfloat16, False)])
+def test_on_gpu_the_mask_of_a_wide_activation_is_kept(dtype, kept):
+    """A norm's gradient sums what the mask leaves and uses it once more: each kernel selects for itself."""
+
+    def loss(w, scale, x):
+        y = x @ w
+        return (jax.nn.relu(y * scale) @ w).astype(jnp.float32).sum()
+
+    weight, scale = jax.ShapeDtypeStruct((32, 32), dtype), jax.ShapeDtypeStruct((32,), dtype)
+    graph, buffers = buffers_of(jax.grad(loss, argnums=(0, 1, 2)), weight, scale, weight)
+    assert ("gt" in made_by(graph, buffers)) == kept
+
+
+def test_on_gpu_a_mask_that_is_made_of_little_is_made_where_it_is_used():
+    def fn(x, labels):
+        hit = jnp.where(labels[:, None] == jnp.arange(32), x @ x, 0.0)
+        return hit.sum(0), hit * 2
+
+    graph, buffers = buffers_of(fn, X, jax.ShapeDtypeStruct((32,), jnp.int32))
+    assert "eq" not in made_by(graph, buffers)
+
+
+@pytest.mark.parametrize(("platform", "narrow"), [("gpu", True), ("cpu", False)])
+def test_what_is_widened_is_kept_as_narrow_as_it_was(platform, narrow):
+    """Made of two arrays, and read by two kernels."""
+
+    def fn(a, b):
+        wide = (a @ b + b @ a).astype(jnp.float32)
+        return wide.sum(0), jnp.sin(wide).sum(1)
+
+    half = jax.ShapeDtypeStruct((32, 32), jnp.bfloat16)
+    graph, buffers = buffers_of(fn, half, half, platform=platform)
+    widened = next(n for n in graph.nodes if n.prim == "convert_element_type")
+    assert (widened.inputs[0] in buffers.ids, widened.outputs[0] in buffers.ids) == (narrow, not narrow)
+
+
+@pytest.mark.parametrize(("dtype", "over"), [(jnp.float32, True), (jnp.bfloat16, False)])
+def test_on_gpu_what_is_summed_wide_in_the_kernel_that_writes_it_is_beside_what_it_is_made_of(dtype, over):
+    def fn(x):
+        y = x @ x
+        z = y * 2 + 1
+        return z.astype(jnp.float32).sum(0), z @ x
+
+    graph, buffers = buffers_of(fn, jax.ShapeDtypeStruct((32, 32), dtype))
+    ids = buffers.ids.tolist()
+    y, z = (next(n.outputs[0] for n in graph.nodes if n.prim == prim) for prim in ("dot_general", "add"))
+    assert (buffers.end[ids.index(y)] < buffers.start[ids.index(z)]) == over
+
+
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_what_is_made_of_an_array_of_its_size_writes_over_it(platform):
     """A product, and what is made of it for another."""
