@@ -6,9 +6,11 @@ weight gradient of the last projection is made after the loops of the backward p
 loss itself is made at the end of the step, on one device at times, and the logits lie there until then. Barriers say when: an operation of
 the backward pass that depends on no forward value waits for the loss; a loop of the backward pass, or a recomputation, waits for the
 gradients that come before it, on several GPUs for those of the block before: their sums run beside a block; the backward pass waits for
-the loss and the metrics too. On one CPU each step of the backward pass waits for the gradients before it: of a network with batch norms
-the sums would come last, and the result and the cotangent of every convolution lie there until then (``bench_models.py``'s
-medium ResNet-50: 37 GB instead of 22).
+the loss and the metrics too. On one CPU each step of the backward pass waits for the gradients and the steps before it: of a network with
+batch norms the sums would come last, and the result and the cotangent of every convolution lie there until then (``bench_models.py``'s
+medium ResNet-50: 37 GB instead of 22); a cotangent that many layers read would be used for all of them at once.
+Where the sums of a softmax's rows are all that is kept of it, XLA:GPU makes them from the scores when the backward pass reads them, and
+the scores lie there until then: the next operation of the forward pass waits for them.
 An array that goes through a barrier is read from there on, or the compiler for several devices takes it out.
 
 XLA:TPU puts weight gradients off as well, and makes the update with them unless they are summed over devices first. Of those some are
@@ -140,8 +142,8 @@ class _Order:
 
     def _remember(self, node: Node) -> None:
         """Of a step that is there: what it read, and what it made."""
-        for x in node.inputs:
-            self.unread.pop(x, None) if isinstance(x, int) else None
+        for x in self.unread.keys() & {*node.inputs}:
+            del self.unread[x]
         if node.backward and node.prim in _WRITTEN:
             self.unread.update(dict.fromkeys(x for x in node.outputs if self._floating(x)))
 

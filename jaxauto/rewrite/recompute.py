@@ -156,7 +156,7 @@ def _rewrite_straight(program: Program, chosen: _Straight) -> None:
     names: _Names = {}
     for k, node in enumerate(graph.nodes):
         for work in starts.get(k, ()):
-            over = max(wiring.position[n.id] for n in work.nodes) + 1
+            over = max((wiring.position.get(n.id, -1) for n in work.nodes), default=-1) + 1
             cotangent = cotangent_at(program, graph, k, phase, readers, wiring.position, wiring.ripe, enough=over)
             before = (graph.nodes[at] for at in readers.get(cotangent, ()) if at < k)
             widened = [n for n in before if is_widening(n, original.values) and readers.get(n.outputs[0], (-1,))[-1] >= k]
