@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -331,12 +330,16 @@ class Kernels:
             for root, share in read.items():
                 result.reads[root] = result.reads.get(root, 0.0) + share
             if len(kernel.of) > 1:
-                read_by = Counter(root for made_of in kernel.of.values() for root in made_of)
-                narrow = (x for x in kernel.made if self.values[x].dtype.itemsize < _SUMMED)
-                result.shared.update({x: {r for r in kernel.of[x] if read_by[r] > 1} for x in narrow})
+                result.shared.update(self._summed_too(kernel))
                 inside = (number for number in kernel.made - read_elsewhere if not self.stored[number][2])
                 result.absorbed.update(dict.fromkeys(inside, kernel.last))
         return result
+
+    def _summed_too(self, kernel: _Kernel) -> Iterator[tuple[int, set[int]]]:
+        """What a kernel writes narrow, and what it reads for that and for sums that it makes wide."""
+        sums = {x for x in kernel.of if self.kind(self._node(x)) is Kind.REDUCE}
+        read = set().union(*(kernel.of[x] for x in sums))
+        yield from ((x, kernel.of[x] & read) for x in kernel.made if sums and self.values[x].dtype.itemsize < _SUMMED)
 
     def _parts(self, number: int, roots: Iterable[int]) -> Parts:
         known = {part: share for part, share in self.parts.get(number, {}).items() if part[0] in roots}
