@@ -255,7 +255,7 @@ class _Fusion:
         if fans_out and (narrow := self.narrow(node)) is not None:
             made_of = self.virtual.pop(narrow)
             self.keep(node, narrow, made_of)
-            self.virtual[number] = frozenset().union(*map(self.roots, operands))
+            self.virtual[number] = frozenset((narrow,))
         elif wanted or fans_out:
             self.keep(node, number, roots if kind not in _READS else None, wanted=wanted)
             if kind in OPERATIONS:
@@ -271,9 +271,10 @@ class _Fusion:
 
     def narrow(self, node: Node) -> int | None:
         """What is kept of a fused result, where that is not the result itself: what is widened."""
-        x = node.inputs[0] if node.inputs else None
-        kept = isinstance(x, int) and x in self.virtual and not self.rounded and is_widening(node, self.values)
-        return x if kept and isinstance(x, int) else None
+        for x in node.inputs:
+            if isinstance(x, int) and x in self.virtual and not self.rounded and is_widening(node, self.values):
+                return x
+        return None
 
     def keep(self, node: Node, number: int, roots: frozenset[int] | None, *, wanted: bool = True) -> None:
         """Give a value a buffer; ``roots``: what a fused one is made of; ``wanted``: by others than fused equations."""

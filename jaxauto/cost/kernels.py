@@ -28,6 +28,7 @@ import numpy as np
 
 from jaxauto.core import Kind, Link, LinkKind, Literal, Node, Value
 from jaxauto.cost.clusters import Found
+from jaxauto.cost.widened import WIDE
 from jaxauto.flow import is_widening
 
 LONGEST = 16384  # elements of a row that one kernel holds; 32,768 are read in parts
@@ -35,7 +36,6 @@ _ALIGNED = 16  # elements: what a dot that is split contracts is padded to a mul
 _SPLIT = ((66, 8192), (132, 40960))  # dots of up to so many tiles are split where they contract more
 TILE = 128  # elements of a side
 _ELEMENTWISE = frozenset({Kind.VIEW, Kind.CHEAP, Kind.EXPENSIVE})
-_SUMMED = 4  # bytes of an element of a sum; a kernel that widens for it what it writes narrow writes that over nothing
 _MADE_ONCE = frozenset({"erf", "erfc"})
 _SLICES = frozenset({"slice", "dynamic_slice"})
 Parts = dict[tuple[Any, ...], float]  # (buffer, the slices that are taken of it, one after the other) → share of its elements
@@ -202,7 +202,7 @@ class Kernels:
         if value.dtype != np.bool_ or not wide or len(value.users) != 1 or value.users[0].prim != "select_n":
             return False
         selected = self.values[value.users[0].outputs[0]]
-        return selected.dtype.itemsize >= _SUMMED and len(selected.users) > 1 and all(map(self._reads, selected.users))
+        return selected.dtype.itemsize >= WIDE and len(selected.users) > 1 and all(map(self._reads, selected.users))
 
     def _reads(self, node: Node) -> bool:
         return self._elementwise(node) or self.kind(node) is Kind.REDUCE
@@ -264,7 +264,7 @@ class Kernels:
         The tanh of an approximate one where it is narrow, and so widened and rounded; the erfc of an exact one
         (``scripts/bench_activations.py``).
         """
-        if node.prim not in _MADE_ONCE and (node.prim != "tanh" or self.values[node.outputs[0]].dtype.itemsize >= 4):
+        if node.prim not in _MADE_ONCE and (node.prim != "tanh" or self.values[node.outputs[0]].dtype.itemsize >= WIDE):
             return False
         return len({user.backward for user in self.values[node.outputs[0]].users}) == 2
 
@@ -336,10 +336,10 @@ class Kernels:
         return result
 
     def _summed_too(self, kernel: _Kernel) -> Iterator[tuple[int, set[int]]]:
-        """What a kernel writes narrow, and what it reads for that and for sums that it makes wide."""
+        """What a kernel writes narrow, and what it reads for that and for sums that it makes wide: none of it is written over."""
         sums = {x for x in kernel.of if self.kind(self._node(x)) is Kind.REDUCE}
         read = set().union(*(kernel.of[x] for x in sums))
-        yield from ((x, kernel.of[x] & read) for x in kernel.made if sums and self.values[x].dtype.itemsize < _SUMMED)
+        yield from ((x, kernel.of[x] & read) for x in kernel.made if sums and self.values[x].dtype.itemsize < WIDE)
 
     def _parts(self, number: int, roots: Iterable[int]) -> Parts:
         known = {part: share for part, share in self.parts.get(number, {}).items() if part[0] in roots}
