@@ -7,7 +7,7 @@ The cost model sees programs so; what is applied is left as it is.
 
 from __future__ import annotations
 
-from jaxauto.core import Graph, Node
+from jaxauto.core import Graph, Literal, Node
 from jaxauto.graph import walk
 from jaxauto.rewrite.program import Program, Rewritten, read_as, renamed
 
@@ -32,29 +32,30 @@ def _from_loops(program: Program, graph: Graph) -> bool:
     nodes: list[Node] = []
     narrowed: dict[tuple[int, str], int] = {}
     for node in graph.nodes:
-        for place, convert in _conversions(program, node) if node.prim == "scan" else ():
-            nodes += _moved(program, node, place, convert, narrowed)
+        for convert in _conversions(program, node) if node.prim == "scan" else ():
+            nodes += _moved(program, node, convert, narrowed)
         nodes.append(node)
     graph.nodes = nodes
     return bool(narrowed)
 
 
-def _conversions(program: Program, scan: Node) -> list[tuple[int, Node]]:
-    """(which operand, the node that narrows it) of a scan's body."""
+def _conversions(program: Program, scan: Node) -> list[Node]:
+    """The nodes of a scan's body that narrow a constant or a slice of it."""
     (body,) = scan.bodies
     carries = range(scan.num_consts, scan.num_consts + scan.num_carry)
-    place = {inner: k for k, inner in enumerate(body.inputs) if k not in carries and isinstance(scan.inputs[k], int)}
+    given = {inner for k, inner in enumerate(body.inputs) if k not in carries and isinstance(scan.inputs[k], int)}
     size = lambda n: program.values[n].nbytes  # noqa: E731
     return [
-        (place[node.inputs[0]], node)
+        node
         for node in body.nodes
-        if node.prim == "convert_element_type" and node.inputs[0] in place and size(node.outputs[0]) < size(node.inputs[0])
+        if node.prim == "convert_element_type" and node.inputs[0] in given and size(node.outputs[0]) < size(node.inputs[0])
     ]
 
 
-def _moved(program: Program, scan: Node, place: int, convert: Node, narrowed: dict[tuple[int, str], int]) -> list[Node]:
+def _moved(program: Program, scan: Node, convert: Node, narrowed: dict[tuple[int, str], int]) -> list[Node]:
     """Take ``convert`` out of the scan; the node that narrows the whole operand, unless another scan's does."""
     (body,) = scan.bodies
+    place = body.inputs.index(convert.inputs[0])  # now: a constant that came out before has moved the others on
     outer, (result,) = scan.inputs[place], convert.outputs
     assert isinstance(outer, int)
     is_slice = place >= scan.num_consts + scan.num_carry
@@ -74,4 +75,15 @@ def _moved(program: Program, scan: Node, place: int, convert: Node, narrowed: di
     scan.inputs = (*scan.inputs[:at], narrowed[key], *scan.inputs[at:])
     body.inputs = (*body.inputs[:at], inner, *body.inputs[at:])
     scan.num_consts += not is_slice
+    _drop_unread(scan, body, convert.inputs[0])
     return made
+
+
+def _drop_unread(scan: Node, body: Graph, inner: int | Literal) -> None:
+    """What no trip reads any more is not an operand (XLA removes such too, WhileLoopSimplifier): as it was, wide, it may die before."""
+    if inner in body.outputs or any(inner in node.inputs for node in body.nodes):
+        return
+    place = body.inputs.index(inner)
+    scan.inputs = scan.inputs[:place] + scan.inputs[place + 1 :]
+    body.inputs = body.inputs[:place] + body.inputs[place + 1 :]
+    scan.num_consts -= place < scan.num_consts

@@ -61,7 +61,42 @@ def test_the_program_still_does_the_same(name):
     for node in walk(result):
         for link in node.links:
             assert link.source in result.values and link.target in result.values
-    leaves = jax.tree.leaves(args)
+    assert_same(graph, result, *jax.tree.leaves(args))
+
+
+def assert_same(graph, result, *leaves):
+    """What two programs make of the same arguments."""
     for want, got in zip(jax.jit(evaluator(graph))(*leaves), jax.jit(evaluator(result))(*leaves), strict=True):
         data = (jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in (want, got))
         np.testing.assert_allclose(*map(np.asarray, data), rtol=2e-4, atol=1e-5)
+
+def recurrent(weights, x):
+    """Three weights of a recurrence, in float32, that each trip narrows, and rows that it does."""
+
+    def cell(h, row):
+        read = row.astype(jnp.bfloat16) @ weights[0].astype(jnp.bfloat16)
+        kept = h.astype(jnp.bfloat16) @ weights[1].astype(jnp.bfloat16)
+        return jnp.tanh((read + kept) @ weights[2].astype(jnp.bfloat16)).astype(jnp.float32), None
+
+    return jax.lax.scan(cell, jnp.zeros_like(x[0]), x)[0]
+
+
+RECURRENT = [jnp.eye(WIDTH) * k for k in (1.0, 2.0, 3.0)], jnp.ones((LAYERS, ROWS, WIDTH)) / WIDTH
+
+
+def test_each_constant_is_the_one_that_was_narrowed():
+    graph = build(trace(recurrent, RECURRENT).jaxpr)
+    result = hoist(Rewritten(graph, {})).graph
+    made = narrowings(result)
+    assert {node.inputs[0] for node in made} == set(graph.inputs[:3])
+    for node in made:
+        assert result.values[node.inputs[0]].shape == result.values[node.outputs[0]].shape
+    assert_same(graph, result, *jax.tree.leaves(RECURRENT))
+
+
+def test_what_no_trip_reads_any_more_is_no_operand():
+    result = hoist(Rewritten(build(trace(recurrent, RECURRENT).jaxpr), {})).graph
+    loop = next(node for node in result.nodes if node.prim == "scan")
+    assert not set(result.inputs) & set(loop.inputs)
+    (body,) = loop.bodies
+    assert len(body.inputs) == len(loop.inputs) and not any(narrowings(body))
