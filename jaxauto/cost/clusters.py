@@ -64,7 +64,7 @@ class Clusters:
         self.held: dict[int, tuple[int, ...]] = {}  # operand or result of a dot without a buffer → what holds it
         self.apart: set[int] = set()  # softmax: exps that their sums are not made beside
         self.in_tuple: set[int] = set()  # one of several results of a fusion
-        self.slices: dict[int, tuple[frozenset[int], float]] = {}  # of stacks, what a trip reads → the stack, reads of it charged already
+        self.slices: dict[int, tuple[frozenset[int], float, float]] = {}  # what a trip reads of a stack → see ``cut``
 
     def use(self, roots: frozenset[int]) -> None:
         """Buffers that an operation or a loop reads."""
@@ -80,9 +80,10 @@ class Clusters:
         """A fused value that gets a buffer, what it is made of, and when."""
         self.stored[number] = (roots, at)
 
-    def cut(self, target: int, stack: frozenset[int], charged: float) -> None:
-        """A trip's slice of a stack, which has no buffer of its own: each pass over it is one over the stack."""
-        self.slices[target] = stack, charged
+    def cut(self, target: int, stack: frozenset[int], charged: float, share: float) -> None:
+        """A trip's slice of a stack, which has no buffer of its own: each pass over it is one over the stack, or a ``share`` of it.
+        ``charged``: passes that are charged already."""
+        self.slices[target] = stack, charged, share
 
     def found(self, start: Mapping[int, int], kept: Set[int]) -> Found:
         """Args: start: position of each value that has a buffer. kept: dot results that must keep theirs (of the program, of loops)."""
@@ -114,9 +115,9 @@ class Clusters:
             written = [n for n in (*cluster.node.outputs, *cluster.stored) if n in start and n not in result.absorbed]
             self.in_tuple.update(written if len(written) > 1 else ())
             self.held.update({x: tuple(n for n in cluster.stored if n in start) for x in cluster.node.outputs if x in result.absorbed})
-        for target, (stack, charged) in reversed(self.slices.items()):  # inner loops first
+        for target, (stack, charged, share) in reversed(self.slices.items()):  # inner loops first
             for root in stack:
-                result.reads[root] = result.reads.get(root, 0.0) + max(0.0, result.reads.get(target, 0.0) - charged)
+                result.reads[root] = result.reads.get(root, 0.0) + share * max(0.0, result.reads.get(target, 0.0) - charged)
         return result
 
     def together(self, start: Mapping[int, int]) -> dict[int, int]:
@@ -326,7 +327,7 @@ class Clusters:
         for root, _, amount in reads:
             result.reads[root] = result.reads.get(root, 0.0) + amount * exposed
         result.written.update({number: amount * exposed for number, amount in written.items()})
-        in_slices = {target for target, (_, charged) in self.slices.items() if charged}  # charged whole to their loops
+        in_slices = {target for target, (_, charged, _) in self.slices.items() if charged}  # charged whole to their loops
         place = {x: k for k, x in reversed([*enumerate((*node.inputs, *node.outputs))]) if isinstance(x, int)}
         along = [(root, place[x], n) for root, x, n in reads if n and root not in in_slices and self._is_wide(root, x)]
         made = [(number, place[node.outputs[0]], n) for number, n in written.items() if n and self._is_wide(number, node.outputs[0])]

@@ -21,13 +21,13 @@ from functools import partial
 
 import numpy as np
 
-from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule, Value
+from jaxauto.core import OPERATIONS, Graph, Kind, Link, LinkKind, Node, OpRule, Value
 from jaxauto.cost.clusters import FUSING, Clusters
 from jaxauto.cost.kernels import Kernels
 from jaxauto.cost.liveness import Beside, Buffers, fill_early, fill_together, take_over
 from jaxauto.cost.order import in_donated, schedule
 from jaxauto.cost.patterns import is_bound, is_shared, is_shifted, is_softmax, is_strided, keeps_exp, slides
-from jaxauto.cost.stacks import stack_passes
+from jaxauto.cost.stacks import is_cut_inside, share_of, stack_passes
 from jaxauto.cost.widened import WIDE, Rounded, is_in_steps, is_narrow
 from jaxauto.flow import is_widening
 from jaxauto.graph import walk
@@ -107,6 +107,7 @@ class _Fusion:
         self.clock = 0
         self.kinds = {node.id: self._kind(node) for node in walk(graph)}
         self.unwritten = {*graph.inputs, *graph.consts}
+        self.partly: dict[int, float] = {}  # stack → which part of it the loop that makes it writes
         self.carried: set[int] = set()  # what a loop's trips hand on
         self.through: set[int] = set()  # results of loops that a loop in them made: what goes round both is in one place
 
@@ -149,7 +150,7 @@ class _Fusion:
             start=np.array([self.start[n] for n in ids], int),
             end=np.array(last, int),
             reads=np.array([self.reads.get(n, 0) for n in ids], float),
-            written=np.array([0.0 if n in nowhere else written.get(n, 1.0) for n in ids], float),
+            written=np.array([0.0 if n in nowhere else written.get(n, self.partly.get(n, 1.0)) for n in ids], float),
             is_input=np.array([n in inputs for n in ids], bool),
             is_output=np.array([n in final for n in ids], bool),
             length=end + 1,
@@ -343,13 +344,13 @@ class _Fusion:
         if number in self.start:
             self.last[number] = max(self.last.get(number, 0), at)
 
-    def read_root(self, root: int, at: int) -> None:
-        self.reads[root] = self.reads.get(root, 0) + 1
+    def read_root(self, root: int, at: int, share: float = 1.0) -> None:
+        self.reads[root] = self.reads.get(root, 0) + share
         self.touch(root, at)
 
-    def read(self, number: int, at: int) -> None:
+    def read(self, number: int, at: int, share: float = 1.0) -> None:
         for root in self.roots(number):
-            self.read_root(root, at)
+            self.read_root(root, at, share)
 
     def keep_alive(self, number: int, at: int) -> None:
         for root in self.roots(number):
@@ -388,16 +389,25 @@ class _Fusion:
         charged = {link.source for link in node.links if link.kind is LinkKind.XS and (self.clusters or self.is_operand(link.target))}
         charged |= {link.source for link in node.links if link.kind is LinkKind.OVER}
         charged |= {link.source for link in node.links if link.kind is LinkKind.INIT} & self.carried
+        charged |= {link.source for link in self.cut_inside(node)}
+        share = {link.source: share_of(node, self.values[link.source]) for link in node.links if link.kind is LinkKind.XS}
         for x in (x for x in node.inputs if isinstance(x, int)):
-            self.keep_alive(x, begin) if x in charged else self.read(x, begin)
+            self.keep_alive(x, begin) if x in charged else self.read(x, begin, share.get(x, 1.0))
             if self.clusters:
                 self.clusters.use(self.roots(x))
         if self.clusters:
             for link in (e for e in node.links if e.kind is LinkKind.XS):
-                self.clusters.cut(link.target, self.roots(link.source), float(link.source not in charged))
+                self.clusters.cut(link.target, self.roots(link.source), float(link.source not in charged), share[link.source])
+            for link in self.cut_inside(node):
+                self.clusters.cut(link.target, self.roots(link.source), 0.0, node.trips)
         for number, passes in stack_passes(node, self.values, self.platform, self.kind):
             for root in self.roots(number):
                 self.reads[root] = self.reads.get(root, 0) + passes
+
+    def cut_inside(self, node: Node) -> list[Link]:
+        """Stacks that loops in the body go over."""
+        given = (link for link in node.links if link.kind in (LinkKind.CONST, LinkKind.INIT))
+        return [link for link in given if is_cut_inside(self.values, link.target)]
 
     def turn_stacks(self, node: Node) -> dict[int, int]:
         """Stacks that a loop wants in another order, or wider, are copied before it, one by one: its slice of each, and when."""
@@ -457,12 +467,16 @@ class _Fusion:
                     self.copy_out(number, sliced)
                 else:
                     self.last.setdefault(number, begin + 1)
+        for link in self.cut_inside(node):
+            for root in self.roots(link.source):
+                self.reads[root] = self.reads.get(root, 0) + node.trips * self.reads.get(link.target, 0)
         if self.kernels:
             self.kernels.leave(node.links)
         self.clock += 1
         self.position[node.id] = self.clock
         gone = {link.source for link in node.links if link.kind in (LinkKind.INIT, LinkKind.OVER) or link.target in turned}
         over = {link.target for link in node.links if link.kind is LinkKind.OVER}
+        self.partly.update({x: share_of(node, self.values[x]) for x in over})
         held = {link.source for link in node.links if link.target in shared - turned.keys()}
         for x in node.inputs:
             if isinstance(x, int) and (x not in gone or x in held):
