@@ -4,7 +4,8 @@ An array stays on chip from where it is made, or from one use of it, to the next
 compiler goes through the arrays by what HBM traffic each would save for the root of its size; so do we. What it does not do is keep an
 array for longer than it takes to copy on-chip memory full a few times (``xla_msa_max_overlap_to_mem_size_async_copy_ratio``).
 What all trips of a loop read is an array of each trip too, unless it stays throughout. What a trip takes from a stack comes from HBM for
-each use: its slice is made in the fusion that reads it. Where two cores share a device, fusions without a dot alone leave results there.
+each use, unless the stack stays throughout: its slice is made in the fusion that reads it. Where two cores share a device, fusions without
+a dot alone leave results there, and no stack stays.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxauto.core import OPERATIONS, Graph, Kind, LinkKind, Node, OpRule
+from jaxauto.core import OPERATIONS, Graph, Kind, Link, LinkKind, Node, OpRule
 from jaxauto.cost.liveness import Buffers
 from jaxauto.cost.patterns import is_strided
+from jaxauto.cost.stacks import is_cut_inside
 from jaxauto.graph import walk
 
 _PATIENCE = 10.0  # times that it takes to copy on-chip memory full: no longer between two uses
@@ -108,13 +110,15 @@ class _Use:
 @dataclass
 class _Array:
     """A buffer, or what a loop's trips know it as. ``bytes_``: whole. ``owner``: index of the buffer. ``begin``: where it is made; None if
-    it is in HBM from the start. ``written``: of its bytes, those that take time to write. ``stays``: it may be written on chip alone."""
+    it is in HBM from the start. ``written``: of its bytes, those that take time to write. ``stays``: it may be written on chip alone.
+    ``share``: of its bytes, those that one use reads: a trip its slice of a stack."""
 
     bytes_: float
     owner: int
     begin: int | None
     written: float = 0.0
     stays: bool = False
+    share: float = 1.0
     uses: list[_Use] = field(default_factory=list)
 
 
@@ -128,6 +132,7 @@ class _Placement:
         self.capacity, self.fullest, self.patience = capacity(chip), room(chip), _PATIENCE * chip.vmem_bytes / chip.hbm_bandwidth
         self.seconds = np.zeros(buffers.length + 1)  # of each position
         self.arrays: dict[int, _Array] = {}
+        self.carried: set[int] = set()  # by loops, as their trips know it
         self.made: dict[tuple[int, int], tuple[int, ...]] = {}  # by an operation → what holds it
         self.read: dict[tuple[int, int], tuple[int, ...]] = {}
 
@@ -146,13 +151,12 @@ class _Placement:
     def _meet(self) -> None:
         b = self.buffers
         for k, n in enumerate(b.ids.tolist()):
-            producer = self.graph.values[n].producer
-            stack = producer is not None and bool(producer.bodies)
-            begin = None if b.is_input[k] or stack else int(b.start[k])
+            begin = None if b.is_input[k] or self._is_stack(n) else int(b.start[k])
             stays = begin is not None and not b.is_output[k] and bool(b.end[k] >= b.start[k])
             self.arrays[n] = _Array(float(b.bytes_[k]), k, begin, float(b.written[k]), stays)
         np.add.at(self.seconds, b.start, b.written * b.bytes_ * self.byte_seconds)
         nodes = list(walk(self.graph))
+        self.carried = {link.target for node in nodes for link in node.links if link.kind is LinkKind.INIT}
         for node in (n for n in nodes if n.bodies):
             self._enter(node)
         for node in nodes:
@@ -162,17 +166,26 @@ class _Placement:
             for root in b.read_at.get(node.id, ()):
                 if root in self.arrays:
                     self.arrays[root].uses.append(_Use(at, 1.0))
-                    self.seconds[at] += self.arrays[root].bytes_ * self.byte_seconds
+                    self.seconds[at] += self.arrays[root].share * self.arrays[root].bytes_ * self.byte_seconds
             if node.id in self.operations:
                 self._operation(node, self.operations[node.id], at)
         if self.shared:
             for n in [n for n in self.arrays if self._is_instruction(n)]:
                 self.arrays[n].begin, self.arrays[n].stays = None, False
-        for link in (e for n in nodes for e in n.links if e.kind is LinkKind.CARRY and e.target in self.arrays):
+        handed_on = (LinkKind.CARRY, LinkKind.FINAL)
+        for link in (e for n in nodes for e in n.links if e.kind in handed_on and e.target in self.arrays):
             if any(self.arrays[r].begin is None for r in self._holders(link.source)):  # the trip before has left it in HBM
                 self.arrays[link.target].begin, self.arrays[link.target].stays = None, False
         for array in self.arrays.values():
             array.uses.sort(key=lambda u: u.position)
+
+    def _is_stack(self, number: int) -> bool:
+        """Whether a value is a result of a loop that its trips, or those of loops in it, write slice by slice."""
+        node = self.graph.values[number].producer
+        if node is None or not node.bodies:
+            return False
+        last = [link.source for link in node.links if link.kind is LinkKind.FINAL and link.target == number]
+        return not last or any(map(self._is_stack, last))
 
     def _enter(self, node: Node) -> None:
         """What a loop is given and its trips read; a carry has a buffer of its own, which the next trip reads."""
@@ -184,13 +197,20 @@ class _Placement:
             if link.kind is LinkKind.CARRY:
                 for root in roots:
                     self.arrays[root].uses.append(_Use(end, 0.0, by=(node.id, -1)))
-            if link.kind is LinkKind.CONST and link.source in self.arrays and link.target not in self.arrays:
+            known = link.source in self.arrays and link.target not in self.arrays
+            if known and (link.kind is LinkKind.CONST or (link.kind is LinkKind.XS and not self.shared)):
                 outer = self.arrays[link.source]
-                inside = self.arrays[link.target] = _Array(outer.bytes_, outer.owner, None)
-                outer.uses.append(_Use(begin, 0.0, by=(node.id, -1), inside=inside, until=end))
+                share = outer.share / (self.graph.values[link.source].shape[0] if link.kind is LinkKind.XS else 1)
+                inside = self.arrays[link.target] = _Array(outer.bytes_, outer.owner, None, share=share)
+                outer.uses.append(_Use(begin, 0.0, by=self._charged(node, link), inside=inside, until=end))
             elif link.kind in (LinkKind.INIT, LinkKind.CONST, LinkKind.XS):
                 for root in roots:
-                    self.arrays[root].uses.append(_Use(begin, 0.0, by=(node.id, -1)))
+                    self.arrays[root].uses.append(_Use(begin, 0.0, by=self._charged(node, link)))
+
+    def _charged(self, node: Node, link: Link) -> tuple[int, int] | None:
+        """None, as of fused reads, where a loop is charged with reading what it is given (``fusion.enter``)."""
+        over = link.source in self.carried or is_cut_inside(self.graph.values, link.target)
+        return None if link.kind in (LinkKind.INIT, LinkKind.CONST) and not over else (node.id, -1)
 
     def _is_instruction(self, number: int) -> bool:
         """Whether a value is made by an instruction that is no fusion: of what is in memory already, without constants, and nothing else
@@ -254,7 +274,7 @@ class _Placement:
         """HBM traffic that an array on chip would save, for the root of its size (GetMemoryBoundedness)."""
         made = array.written * trips[array.begin] if array.begin is not None else 0.0
         within = (self._worth(u.inside, trips) for u in array.uses if u.inside is not None)
-        return math.sqrt(array.bytes_) * (made + sum(u.weight * trips[u.position] for u in array.uses)) + sum(within)
+        return math.sqrt(array.bytes_) * (made + array.share * sum(u.weight * trips[u.position] for u in array.uses)) + sum(within)
 
     def _keep(self, array: _Array) -> None:
         """Tells of each use whether it finds the array on chip."""
