@@ -315,6 +315,8 @@ class _Fusion:
         if self.kernels and self.kind(user) is Kind.GATHER and user.inputs[0] == value.id:
             return value.id in self.kernels.rows  # of anything else the elements are made that are gathered
         if self.clusters and self.kind(user) in FUSING:
+            if slides(user) and any(self.kind(u) is Kind.REDUCE for u in value.users):
+                return True  # a bias's gradient: written beside the sum
             dots = sum(self.kind(u) in FUSING and not slides(u) for u in value.users)
             heavy, rate = value.id in self.heavy, self.ops_per_byte if value.id in self.dear else 0.0
             return dots > 1 and is_shared(value, roots, self.values, dots, heavy=heavy, ops_per_byte=rate)
