@@ -23,10 +23,11 @@ from jaxauto.core import Literal, Node, Value
 Counts = Callable[[int], int | None]  # component of the indices → the dimension of them that it counts along
 
 # What no compiler writes to memory for its own sake: a gather from the result is what would have it written.
-_ELEMENTWISE = frozenset(
+_FUSED = frozenset(
     {"add", "sub", "mul", "div", "neg", "max", "min", "pow", "integer_pow", "sqrt", "rsqrt", "exp", "log", "log1p", "tanh", "logistic"}
-    | {"sin", "cos", "erf", "select_n", "convert_element_type"}
+    | {"sin", "cos", "erf", "select_n", "convert_element_type", "slice"}
 )
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})  # of what was made before
 _MOST = 2**20  # elements of a constant that is looked at
 _CLAMPED = (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)  # what a gather does with indices of no element
 
@@ -39,7 +40,7 @@ def as_comparison(eqn: Any, operands: Sequence[int | Literal], values: Mapping[i
       constants: what some of ``values`` are, that no node makes.
     """
     written = _WRITTEN.get(eqn.primitive.name)
-    made = values[operands[0]].producer if written is not None and isinstance(operands[0], int) else None
+    made = _maker(operands[0], values) if written is not None else None
     fun = None if written is None or made is None else written(eqn, made, partial(_counts, operands[1], values, constants))
     if fun is None:
         return None
@@ -47,9 +48,15 @@ def as_comparison(eqn: Any, operands: Sequence[int | Literal], values: Mapping[i
         return jax.make_jaxpr(fun)(*(v.aval for v in eqn.invars))
 
 
+def _maker(x: int | Literal, values: Mapping[int, Value]) -> Node | None:
+    """What makes a value, or what it is a view of; None: nothing does."""
+    made = values[x].producer if isinstance(x, int) else None
+    return _maker(made.inputs[0], values) or made if made is not None and made.prim in _VIEWS else made
+
+
 def _gathered(eqn: Any, made: Node, counts: Counts) -> Callable | None:
     numbers, mode, (operand, indices) = eqn.params["dimension_numbers"], eqn.params["mode"], (v.aval for v in eqn.invars)
-    if made.prim not in _ELEMENTWISE or not jnp.issubdtype(operand.dtype, jnp.floating):
+    if made.prim not in _FUSED or not jnp.issubdtype(operand.dtype, jnp.floating):
         return None
     batches = zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True)
     if (one := _one_of_each_row(operand, indices, dict(batches), numbers.start_index_map, numbers.collapsed_slice_dims, counts)) is None:

@@ -74,6 +74,16 @@ def argument(logits, labels):
     return jnp.take_along_axis(logits, labels[..., None], axis=-1).sum()
 
 
+def of_the_next(logits, labels):
+    """As many write the loss of a language model: the last logits have no label."""
+    return jnp.take_along_axis(jnp.sin(logits)[:, :-1], labels[:, 1:, None], axis=-1).sum()
+
+
+def flattened(logits, labels):
+    flat = jnp.sin(logits).reshape(-1, logits.shape[-1])
+    return jnp.take_along_axis(flat, labels.reshape(-1)[:, None], axis=-1).sum()
+
+
 def rows(logits, labels):
     return jnp.sin(logits[0])[labels[:, 0]].sum()
 
@@ -95,6 +105,8 @@ def scatters(closed):
         (argument, True),
         (two_indices, True),
         (of_one_sequence, True),
+        (of_the_next, True),
+        (flattened, True),
         (by_position, True),
         (by_both_positions, True),
         (by_another_position, False),

@@ -78,7 +78,7 @@ class _Fusion:
         self.made_once = MADE_ONCE[platform]
         self.platform, self.ops_per_byte, self.alone = platform, vector_rate, devices == 1
         self.values = graph.values
-        self.narrowed = only_multiplied(graph) if platform == "tpu" else frozenset()
+        self.narrowed = {*only_multiplied(graph)} if platform == "tpu" else set()
         self.drawn = kept_masks(graph) if platform == "tpu" else frozenset()
         self.virtual: dict[int, frozenset[int]] = {}  # value → roots it is recomputed from
         self.made_twice: dict[int, frozenset[int]] = {}  # stored for a stack; a dot makes it once more, from these
@@ -193,7 +193,7 @@ class _Fusion:
                     if not isinstance(x, int):
                         continue
                     if self.clusters:
-                        self.clusters.use(self.roots(x))
+                        self.clusters.use(self.roots(x) | ({x} & self.start.keys()))
                     if kind in OPERATIONS:
                         self.keep_alive(x, self.clock)
                         if self.rounded:
@@ -284,11 +284,19 @@ class _Fusion:
                 self.touch(root, self.clock) if self.clusters or self.kernels else self.read_root(root, self.clock)
             if self.clusters:
                 self.clusters.store(number, roots, self.clock)
+                self.keep_both(self.values[number], roots)
             if self.kernels:
                 self.kernels.store(number, roots, self.clock, wanted=wanted, stacked=number in self.in_place)
             self.read_at.setdefault(node.id, []).extend(roots)
         self.start[number] = self.clock
         self.last[number] = self.clock
+
+    def keep_both(self, value: Value, roots: frozenset[int]) -> None:
+        """What XLA:TPU keeps wide or narrow for one reader, and has all others make."""
+        if self.is_gathered_wide(value, roots):
+            self.virtual[value.id] = roots
+        if value.users and all(self.is_padded_for_dots(u) and self.is_narrowed(u.outputs[0]) for u in value.users):
+            self.narrowed.add(value.id)
 
     def write_for_one(self, operands: list[int]) -> None:
         """What one kernel reads has memory while it runs; all others make it again."""
@@ -310,6 +318,8 @@ class _Fusion:
         """Whether ``user`` wants the value in memory: a loop makes a constant again that is much smaller before it is broadcast."""
         if user.prim == "optimization_barrier":
             return not (self.rounded and user.backward)  # what is read to be made again goes through a select there, which fuses
+        if self.clusters and self.is_padded_for_dots(user):
+            return True
         if self.kind(user) not in _READS:
             return False
         if self.kernels and self.kind(user) is Kind.GATHER and user.inputs[0] == value.id:
@@ -319,10 +329,32 @@ class _Fusion:
                 return True  # a bias's gradient: written beside the sum
             dots = sum(self.kind(u) in FUSING and not slides(u) for u in value.users)
             heavy, rate = value.id in self.heavy, self.ops_per_byte if value.id in self.dear else 0.0
-            return dots > 1 and is_shared(value, roots, self.values, dots, heavy=heavy, ops_per_byte=rate)
+            return dots > 1 and is_shared(value, roots, self.values, dots, narrowed=self.narrowed, heavy=heavy, ops_per_byte=rate)
         if not user.bodies or any(link.source == value.id and link.kind is not LinkKind.CONST for link in user.links):
             return True
         return 2 * sum(self.values[r].nbytes for r in roots) > value.nbytes
+
+    def is_padded_for_dots(self, node: Node) -> bool:
+        """Whether dots read what ``node`` pads, maybe narrowed: XLA:TPU fuses the padding, not what is padded."""
+        if node.prim != "pad":
+            return False
+        users = self.values[node.outputs[0]].users
+        users = [w for u in users for w in (self.values[u.outputs[0]].users if u.prim == "convert_element_type" else [u])]
+        return any(self.kind(user) is Kind.DOT for user in users)
+
+    def is_narrowed(self, number: int) -> bool:
+        """Whether all that is done with a value is to make half as many bytes of it."""
+        users, size = self.values[number].users, self.values[number].dtype.itemsize
+        return bool(users) and all(u.prim == "convert_element_type" and 2 * self.values[u.outputs[0]].dtype.itemsize == size for u in users)
+
+    def is_gathered_wide(self, value: Value, roots: frozenset[int]) -> bool:
+        """Whether gathers alone need a value that is but widened: XLA:TPU writes it for them, and all others read what it is made of."""
+        if len(roots) != 1 or value.id in self.heavy | self.costly | self.dear:
+            return False
+        (root,) = roots
+        wanted = [user for user in value.users if self.is_read(value, user, roots)]
+        gathers = all(self.kind(user) is Kind.GATHER for user in wanted)
+        return gathers and 0 < len(wanted) < len(value.users) and 2 * self.values[root].dtype.itemsize == value.dtype.itemsize
 
     def fans_out(self, value: Value, roots: frozenset[int]) -> bool:
         if value.id in self.summed:
@@ -357,6 +389,8 @@ class _Fusion:
     def keep_alive(self, number: int, at: int) -> None:
         for root in self.roots(number):
             self.touch(root, at)
+        if self.clusters:  # a gather's own, see ``is_gathered_wide``
+            self.touch(number, at)
 
     def merge(self, inputs: set[int]) -> dict[int, float]:
         """What goes straight into a fusion takes no buffer, and on TPU flops hide traffic; how much of each buffer is written."""

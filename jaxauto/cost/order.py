@@ -21,8 +21,8 @@ def schedule(
 
     Args:
       reads: whether a node wants its operands in memory. What no backward pass needs (the rest of a loss, metrics) comes at the end
-        where it makes arrays for such nodes, as XLA:TPU puts off what takes memory. Seen in programs without loops; with loops it was
-        at the end in one and at once in three, so there it is taken to come at once, which needs more. None: nothing is put off.
+        where it makes its widest arrays for such nodes, as XLA:TPU puts off what takes memory. Seen in programs without loops; with
+        loops it was at the end in one and at once in three, so there it is taken to come at once, which needs more. None: nothing is.
       delayed: whether a node is put off where no backward pass reads what it makes, as XLA:GPU puts off weight gradients on several
         devices: to the end of a loop's body, else to where ``rewrite.order`` lets something wait for it. None: nothing is.
       loose: the results that no other trip reads of a loop's body, all of a whole program.
@@ -53,8 +53,9 @@ def schedule(
         index[node.id] = min(users, default=index[node.id])
     if reads is not None and not any(node.bodies for node in graph.nodes):
         aside = _aside(graph, after)
-        made = {out for node in aside for out in node.outputs}
-        if any(reads(node) and not made.isdisjoint(x for x in node.inputs if isinstance(x, int)) for node in aside):
+        made = {out: graph.values[out].nbytes for node in aside for out in node.outputs}
+        widest = max((size for size in made.values()), default=0)
+        if any(reads(node) and any(2 * made.get(x, 0) >= widest for x in node.inputs if isinstance(x, int)) for node in aside):
             index.update(dict.fromkeys((node.id for node in aside), len(graph.nodes)))
     return sorted(graph.nodes, key=lambda node: index[node.id])
 

@@ -7,7 +7,7 @@ dimensions of one element.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from jaxauto.core import Kind, Node, OpRule, Value
 from jaxauto.flow import is_widening
@@ -139,15 +139,23 @@ def is_bound(value: Value) -> bool:
 
 
 def is_shared(
-    value: Value, roots: frozenset[int], values: Mapping[int, Value], dots: int, *, heavy: bool = False, ops_per_byte: float = 0.0
+    value: Value,
+    roots: frozenset[int],
+    values: Mapping[int, Value],
+    dots: int,
+    *,
+    narrowed: Set[int] = frozenset(),
+    heavy: bool = False,
+    ops_per_byte: float = 0.0,
 ) -> bool:
     """Whether several dots read a value from memory: making it in each takes long, or moves little less.
 
     Args:
+      narrowed: values that are written in half their bytes.
       heavy: a transcendental is part of it, of a softmax that is made again apart.
       ops_per_byte: of a value with a transcendental in it: what the vector unit does while HBM moves a byte.
     """
     if is_turned(value, roots, values):
         return True
-    wide, quick = sum(values[r].nbytes for r in roots), ops_per_byte > _QUICK
+    wide, quick = sum(values[r].nbytes / (1 + (r in narrowed)) for r in roots), ops_per_byte > _QUICK
     return (heavy and not quick) or dots * wide > (_WORTH_QUICK if quick else _WORTH) * (wide + (dots + 1) * value.nbytes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -507,3 +509,57 @@ def test_what_a_dots_fusion_moves_beside_its_own():
     assert sorted(side.reads) == sorted([(total, 2, 1.0), (x, operand, 0.5)])
     assert side.writes == ((graph.outputs[0], 2, 0.5),)  # in float32, where the dot is charged for half as much
     assert side.exposed == 1.0 and side.lanes == 1.0
+
+
+def test_what_is_gathered_wide_is_written_beside_what_it_is_made_of():
+    """XLA:TPU's outputs of the dot of such logits: float32 for the gather, bfloat16 for all others."""
+
+    def loss(x, w, labels):
+        logits = (x @ w).astype(jnp.float32)
+        label = logits[jnp.arange(256)[::-1], labels]  # of each row the label of another: no comparison does that
+        return jnp.sum(jax.nn.logsumexp(logits, axis=1) - label)
+
+    shapes = ((256, 64), jnp.bfloat16), ((64, 4096), jnp.bfloat16), ((256,), jnp.int32)
+    graph, buffers = on_tpu(loss, *(jax.ShapeDtypeStruct(*s) for s in shapes))
+    wide, narrow = (
+        [k for k, n in enumerate(buffers.ids.tolist()) if graph.values[n].shape == (256, 4096) and graph.values[n].dtype == dtype]
+        for dtype in (jnp.float32, jnp.bfloat16)
+    )
+    gather = next(buffers.position[node.id] for node in walk(graph) if node.prim == "gather")
+    assert len(wide) == len(narrow) == 1
+    assert buffers.end[wide[0]] == gather
+    assert buffers.reads[narrow[0]] > 0 and buffers.reads[wide[0]] == 0  # the gather is charged for its own
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_what_is_summed_beside_convolutions_is_written(bias):
+    """A cotangent that two convolutions read and, with a bias, its gradient sums."""
+
+    def gradients(dy, scale, x, kernel):
+        cotangent = dy * scale
+        back = convolution(cotangent, kernel)
+        weight = jax.lax.conv_general_dilated(x, cotangent, (1, 1), ((1, 1), (1, 1)), dimension_numbers=("CHWN", "IHWO", "HWNC"))
+        return back, weight, *((jnp.sum(cotangent, (0, 1, 2)),) if bias else ())
+
+    images = array(8, 16, 16, 128)
+    graph, buffers = on_tpu(gradients, images, images, images, array(3, 3, 128, 128))
+    (product,) = (node.outputs[0] for node in walk(graph) if node.prim == "mul")
+    assert (product in buffers.ids) is bias
+
+
+def test_what_is_padded_for_dots_is_written_as_narrow_as_they_read_it():
+    """The gradient of logits of which the last position has none: XLA:TPU fuses the padding into dots, and nothing beyond it."""
+
+    def gradients(logits, scale, x, w, *, pads):
+        gradient = jnp.exp(logits.astype(jnp.float32)) * scale
+        gradient = (jnp.pad(gradient, ((0, 1), (0, 0))) if pads else gradient).astype(jnp.bfloat16)
+        return gradient @ w, x.T @ gradient
+
+    shapes = lambda rows: ((63, 4096), (63, 1), (rows, 64), (4096, 64))  # noqa: E731
+    for pads, rows in ((True, 64), (False, 63)):
+        arguments = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes(rows)]
+        graph, buffers = on_tpu(partial(gradients, pads=pads), *arguments)
+        (product,) = (node.outputs[0] for node in walk(graph) if node.prim == "mul")
+        assert (product in buffers.ids) is pads
+        if pads:
+            assert buffers.bytes_[buffers.ids.tolist().index(product)] == 2 * 63 * 4096

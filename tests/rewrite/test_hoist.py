@@ -70,6 +70,7 @@ def assert_same(graph, result, *leaves):
         data = (jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in (want, got))
         np.testing.assert_allclose(*map(np.asarray, data), rtol=2e-4, atol=1e-5)
 
+
 def recurrent(weights, x):
     """Three weights of a recurrence, in float32, that each trip narrows, and rows that it does."""
 
