@@ -29,7 +29,7 @@ from jaxauto.passes import PASSES, label_passes
 from jaxauto.profile_memory import Memory, Profiled, node_name
 from jaxauto.profile_traffic import Traffic
 from jaxauto.rules import rule_for
-from jaxauto.solve.facts import spatial_dims
+from jaxauto.solve.facts import major_dims
 from jaxauto.tables import Section, as_html, duration, page
 from jaxauto.targets.target import Target, resolve
 from jaxauto.timeline import Row, Table, Timeline, short, source_text, text_table
@@ -242,7 +242,7 @@ def _program(traced: Traced, chip: Any) -> Profiled:
 def _padding(traced: Traced, graph: Graph, chip: Any) -> Callable[[int], float]:
     """Value id → by how much tiles enlarge it on one device of ``chip``."""
     groups = find_groups(graph, traced.state)
-    spatial = spatial_dims(groups)
+    major = major_dims(groups)
     whole = np.zeros((1, 0), int)
 
     @functools.cache
@@ -251,7 +251,7 @@ def _padding(traced: Traced, graph: Graph, chip: Any) -> Callable[[int], float]:
 
     def padded(number: int) -> float:
         group, dims = groups.place[number]
-        return of(graph.values[number].shape, minor_dims(spatial, group, dims))
+        return of(graph.values[number].shape, minor_dims(major, group, dims))
 
     return padded
 

@@ -18,7 +18,7 @@ from jaxauto.planner import read, search
 from jaxauto.profile_memory import Profiled
 from jaxauto.rewrite.apply import partition_spec
 from jaxauto.solve.decide import sharding_of_value
-from jaxauto.solve.facts import spatial_dims
+from jaxauto.solve.facts import major_dims
 from jaxauto.solve.live import timeline
 from jaxauto.solve.remat import Remat
 from jaxauto.solve.search import Candidate
@@ -84,11 +84,11 @@ def _pieces(best: Candidate) -> Callable[[int], float]:
 def _padded(best: Candidate) -> Callable[[int], float]:
     """Value id → by how much tiles enlarge one device's part."""
     model = best.model
-    spatial = spatial_dims(model.groups)
+    major = major_dims(model.groups)
 
     @functools.cache
     def padded(number: int) -> float:
-        minor = minor_dims(spatial, *model.groups.place[number])
+        minor = minor_dims(major, *model.groups.place[number])
         place = model.position(best.x, number)[None]
         return float(padding(place, model.values[number].shape, minor, model.mesh.sizes, model.chip.tile)[0])
 

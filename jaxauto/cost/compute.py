@@ -90,10 +90,18 @@ def written_as(op: Operation, chip: Any) -> float:
     return chip.dot_writes if op.rule.kind is Kind.DOT else 1.0
 
 
+def batch_factors(op: Operation) -> frozenset[str]:
+    """What a dot goes over as a batch: factors of both operands and of the result."""
+    if op.rule.kind is not Kind.DOT or len(op.operands) < 2:
+        return frozenset()
+    named = ({factor for _, factor in o.dims if factor} for o in (*op.operands, *op.results))
+    return frozenset(set.intersection(*named))
+
+
 def may_be_minor(op: Operation, operand: Operand) -> tuple[int, ...]:
-    """The dimensions of an operand or result that a TPU may lay out last: not what a convolution slides over."""
-    slides = op.rule.kind is Kind.CONV
-    return tuple(i for i, (_, factor) in enumerate(operand.dims) if not (slides and factor.startswith("s")))
+    """The dimensions of an operand or result that a TPU may lay out last: not what a convolution slides over, nor a dot's batch."""
+    slides, batch = op.rule.kind is Kind.CONV, batch_factors(op)
+    return tuple(i for i, (_, factor) in enumerate(operand.dims) if not (slides and factor.startswith("s")) and factor not in batch)
 
 
 def operand_bytes(operand: Operand, op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any) -> np.ndarray:

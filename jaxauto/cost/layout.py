@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +16,8 @@ def padding(
     """By how much padding enlarges one device's part of an array.
 
     The compiler lays arrays out as it likes: the pair of minor dimensions that pads least is assumed. But for convolutions batch and
-    features are minor, whatever they pad; features that a reshape parted into groups still lie together.
+    features are minor, whatever they pad; features that a reshape parted into groups still lie together. And what a dot goes over as a
+    batch is major, of its operands and its result: small matrices are padded each.
 
     Args:
       positions: ``[states, axes]``, the dimension that each mesh axis splits, or WHOLE.
@@ -40,9 +42,23 @@ def padding(
     return both[:, chosen][:, :, chosen].min(axis=(1, 2))
 
 
-def minor_dims(spatial: Set[tuple[int, int]], group: int, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """The dimensions of an array that may be minor. ``dims``: what they are in its group; ``spatial``: what convolutions slide over."""
-    return tuple(i for i, d in enumerate(dims) if (group, d) not in spatial)
+class Major(NamedTuple):
+    """What is never minor.
+
+    Attributes:
+      spatial: (group, dimension) of what convolutions slide over.
+      batches: (group, group dimensions of an array) → of an operand or result of a dot laid out so, which dimensions are the dot's batch.
+    """
+
+    spatial: Set[tuple[int, int]] = frozenset()
+    batches: Mapping[tuple[int, tuple[int, ...]], Set[int]] = {}
+
+
+def minor_dims(major: Major, group: int, dims: tuple[int, ...], *, stacked: bool = False) -> tuple[int, ...]:
+    """The dimensions of an array, or of a stack of such arrays, that may be minor. ``dims``: what those of the array are in its group."""
+    batch = major.batches.get((group, dims), ())
+    minor = tuple(i + stacked for i, d in enumerate(dims) if (group, d) not in major.spatial and i not in batch)
+    return (0, *minor) if stacked and not batch else minor
 
 
 def _joined(local: np.ndarray, minor: tuple[int, ...]) -> tuple[np.ndarray, tuple[int, ...]]:

@@ -92,7 +92,7 @@ def shares_on_the_way(model: Model, way: Way) -> tuple[np.ndarray, np.ndarray]:
 
 def tiled(model: Model, number: int, group: int, dims: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """``Way.shape`` and ``Way.minor`` of a value that lies as ``dims`` of a group."""
-    return (model.values[number].shape, minor_dims(model.spatial, group, dims)) if model.chip.tile else ((), ())
+    return (model.values[number].shape, minor_dims(model.major, group, dims)) if model.chip.tile else ((), ())
 
 
 def _shares(model: Model, way: Way) -> tuple[np.ndarray, np.ndarray]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxauto.cost.collectives import collective_seconds
 from jaxauto.cost.compute import traffic_seconds
+from jaxauto.cost.layout import Major
 from jaxauto.cost.onchip import capacity, room
 from jaxauto.graph import multiplicity, walk
 from jaxauto.groups import Edge, Operand, Operation
@@ -24,7 +25,7 @@ from jaxauto.solve.check_beside import brought, held_beside
 from jaxauto.solve.check_ring import padding, ring
 from jaxauto.solve.check_turns import copies
 from jaxauto.solve.check_work import hashed, launched, roofline
-from jaxauto.solve.facts import crossings, read_together, spatial_dims
+from jaxauto.solve.facts import crossings, major_dims, read_together
 from jaxauto.solve.loops import accumulated, combined, shadows
 from jaxauto.solve.model import Model
 from jaxauto.solve.onchip import place_on_chip
@@ -384,16 +385,26 @@ class Answer:
 
     # ------------------------------------------------------------------------------------------------------------- buffers
 
+    @functools.cached_property
+    def major(self) -> Major:
+        return major_dims(self.model.groups) if self.model.chip.tile else Major()
+
+    def minor(self, group: int, dims: tuple[int, ...]) -> list[int]:
+        """The dimensions of an array that may be minor."""
+        batch = self.major.batches.get((group, dims), ())
+        return [i for i, d in enumerate(dims) if (group, d) not in self.major.spatial and i not in batch]
+
     def cut(self) -> Iterator[tuple[int, int, float]]:
         """(buffer, pieces, bytes of one device with padding)."""
         variant, model = self.model.variant, self.model
-        spatial = spatial_dims(model.groups) if model.chip.tile else frozenset()
         for k, (number, stacked) in enumerate(zip(variant.origin, variant.stacked, strict=True)):
-            group, dims = model.groups.place[int(number)]
-            dims = (WHOLE, *dims) if stacked else dims
+            group, own = model.groups.place[int(number)]
+            dims = (WHOLE, *own) if stacked else own
             where = self.where(self.group[group], dims)
             shape = variant.rewritten.graph.values[int(model.buffers.ids[k])].shape
-            padded = padding(shape, where, [i for i, d in enumerate(dims) if (group, d) not in spatial], self.sizes, model.chip.tile)
+            minor = [i + stacked for i in self.minor(group, own)]
+            minor = [0, *minor] if stacked and not self.major.batches.get((group, own)) else minor
+            padded = padding(shape, where, minor, self.sizes, model.chip.tile)
             yield k, self.pieces(where), float(model.buffers.bytes_[k]) / self.pieces(where) * padded
 
     def traffic(self) -> Iterator[tuple[int, float, int]]:

@@ -69,7 +69,7 @@ def brought(answer: Answer) -> Iterator[tuple[int, float]]:
 def _padded_bytes(answer: Answer, o: Operand, where: tuple[int, ...]) -> float:
     """Of one device's part of an operand, with what tiles pad it by."""
     model, value = answer.model, answer.model.values[o.value]
-    minor = [i for i, (d, _) in enumerate(o.dims) if (o.group, d) not in model.spatial]
+    minor = answer.minor(o.group, tuple(d for d, _ in o.dims))
     padded = padding(value.shape, where, minor, answer.sizes, model.chip.tile)
     return value.nbytes / answer.pieces(where) * padded
 
@@ -136,7 +136,7 @@ def _shared(answer: Answer) -> Iterator[tuple[int, int, float]]:
         group, own = model.groups.place[number]
         here, there = answer.where(answer.group[group], own), answer.where(answer.group[view], dims)
         if any(h not in (t, WHOLE) for h, t in zip(here, there, strict=True)):
-            minor = [i for i, d in enumerate(dims) if (view, d) not in model.spatial]
+            minor = answer.minor(view, dims)
             padded = padding(model.values[number].shape, there, minor, answer.sizes, model.chip.tile)
             yield begin, end, model.values[number].nbytes / answer.pieces(there) * padded
 
@@ -169,7 +169,7 @@ def _put_off(answer: Answer) -> Iterator[tuple[int, int, float]]:
         if any(answer.partial(op, o) for o in op.results):
             continue
         group, dims = model.groups.place[number]
-        where, minor = answer.where(answer.group[group], dims), [i for i, d in enumerate(dims) if (group, d) not in model.spatial]
+        where, minor = answer.where(answer.group[group], dims), answer.minor(group, dims)
         yield begin, end, bytes_ / answer.pieces(where) * padding(model.values[number].shape, where, minor, answer.sizes, model.chip.tile)
 
 

@@ -109,7 +109,8 @@ def padding(
     if len(shape) < 2 or not all(shape) or not tile:
         return 1.0
     local = [n / math.prod(sizes[a] for a, d in enumerate(where) if d == i) for i, n in enumerate(shape)]
-    while 2 < len(minor) < len(local) and list(minor[-2:]) == [len(local) - 2, len(local) - 1]:  # features in groups lie together
+    alone = list(minor) == list(range(len(local) - len(minor), len(local)))
+    while not alone and 2 < len(minor) < len(local) and list(minor[-2:]) == [len(local) - 2, len(local) - 1]:  # groups of features
         local[-2:], minor = [local[-2] * local[-1]], minor[:-1]
     chosen = minor if len(minor) > 1 else range(len(local))
 

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from jaxauto.core import Graph, Kind, Value
+from jaxauto.cost.compute import batch_factors
+from jaxauto.cost.layout import Major
 from jaxauto.cost.windowed import is_view
 from jaxauto.graph import HOST, given, multiplicity, walk
 from jaxauto.groups import WHOLE, Groups, Operand, Operation
@@ -22,15 +24,20 @@ def narrowing(groups: Groups) -> frozenset[int]:
     return frozenset(n.id for n in converts if isinstance(n.inputs[0], int) and _narrower(values, n.outputs[0], n.inputs[0]))
 
 
-def spatial_dims(groups: Groups) -> frozenset[tuple[int, int]]:
-    """(group, dimension) of what convolutions slide over, of the arrays' own groups and of those that they are resharded to."""
-    found = set()
+def major_dims(groups: Groups) -> Major:
+    """What is never minor, of the arrays' own groups and of those that they are resharded to."""
+    spatial: set[tuple[int, int]] = set()
+    batches: dict[tuple[int, tuple[int, ...]], frozenset[int]] = {}
     for op in groups.operations:
-        for o in (*op.operands, *op.results) if op.rule.kind is Kind.CONV else ():
+        arrays = (*op.operands, *op.results)
+        shared = batch_factors(op)
+        for o in arrays:
             group, dims = groups.place[o.value]
-            for own, (dim, factor) in zip(dims, o.dims, strict=True):
-                found |= {(group, own), (o.group, dim)} if factor.startswith("s") else set()
-    return frozenset((group, dim) for group, dim in found if dim != WHOLE)
+            for key in ((group, dims), (o.group, tuple(dim for dim, _ in o.dims))) if shared else ():
+                batches.setdefault(key, frozenset(k for k, (_, factor) in enumerate(o.dims) if factor in shared))
+            for own, (dim, factor) in zip(dims, o.dims, strict=True) if op.rule.kind is Kind.CONV else ():
+                spatial |= {(group, own), (o.group, dim)} if factor.startswith("s") else set()
+    return Major(frozenset((group, dim) for group, dim in spatial if dim != WHOLE), batches)
 
 
 def host_traffic(variant: Variant, groups: Groups) -> dict[str, np.ndarray]:

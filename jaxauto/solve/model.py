@@ -27,7 +27,7 @@ from jaxauto import compat
 from jaxauto.core import MeshAxes
 from jaxauto.cost.compute import factor_dims
 from jaxauto.cost.halo import SIDES, halo_collectives
-from jaxauto.cost.layout import minor_dims, padding
+from jaxauto.cost.layout import Major, minor_dims, padding
 from jaxauto.cost.liveness import live_bytes
 from jaxauto.cost.onchip import Near, in_hbm, of_sums, room
 from jaxauto.cost.reshard import passage_collectives, passage_tables
@@ -35,7 +35,7 @@ from jaxauto.cost.windowed import made_inside, windowed
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
 from jaxauto.solve.beside import held_beside
 from jaxauto.solve.brought import Arrivals
-from jaxauto.solve.facts import narrowing, read_together, spatial_dims
+from jaxauto.solve.facts import major_dims, narrowing, read_together
 from jaxauto.solve.fold import Key
 from jaxauto.solve.loops import accumulated, combined, hidden_seconds, shadows
 from jaxauto.solve.onchip import place_on_chip
@@ -128,12 +128,11 @@ class Model:
         index: dict[tuple, int] = {}
         self.buffer_class = np.empty(len(self.buffers.ids), int)
         tile, values, b = self.chip.tile, self.variant.rewritten.graph.values, self.buffers
-        spatial = self.spatial
         for k, (number, stacked) in enumerate(zip(self.variant.origin, self.variant.stacked, strict=True)):
             group, dims = self.groups.place[int(number)]
+            minor = minor_dims(self.major, group, dims, stacked=bool(stacked)) if tile else ()
             dims = (WHOLE, *dims) if stacked else dims
             shape = values[int(b.ids[k])].shape if tile else ()
-            minor = minor_dims(spatial, group, dims) if tile else ()
             self.buffer_class[k] = index.setdefault((self.var("group", group), dims, shape, minor), len(index))
         self.classes = [(v, dims) for v, dims, _, _ in index]
         self.pieces = [
@@ -350,9 +349,9 @@ class Model:
         return tuple((k, found[o.value]) for k, o in enumerate(op.operands) if o.value in found)
 
     @property
-    def spatial(self) -> frozenset[tuple[int, int]]:
-        """(group, dimension) of what convolutions slide over, where arrays are padded."""
-        return self.cached(("spatial",), lambda: spatial_dims(self.groups)) if self.chip.tile else frozenset()
+    def major(self) -> Major:
+        """What is never minor, where arrays are padded."""
+        return self.cached(("major",), lambda: major_dims(self.groups)) if self.chip.tile else Major()
 
     @functools.cached_property
     def arrivals(self) -> Arrivals:

@@ -49,7 +49,7 @@ def held_for_gradients(model: Model) -> Iterator[Row]:
         v, (group, dims) = model.var("operation", op.node.id), model.groups.place[number]
         summed = np.isin(model.states[v], [f for o in op.results for f in reduced_factors(op, o)]).any(-1)
         positions = project(model.states[g := model.var("group", group)], dims)
-        shape, minor = model.values[number].shape, minor_dims(model.spatial, group, dims)
+        shape, minor = model.values[number].shape, minor_dims(model.major, group, dims)
         local = bytes_ * padding(positions, shape, minor, model.mesh.sizes, model.chip.tile) / shards(positions, model.mesh.sizes)
         yield from in_order(begin, end, v, g, np.outer(~summed, local))
 

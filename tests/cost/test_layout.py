@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxauto.cost.layout import padding
+from jaxauto.cost.layout import minor_dims, padding
+from jaxauto.graph import build
+from jaxauto.groups import find_groups
+from jaxauto.solve.facts import major_dims
+from jaxauto.trace import trace
 
 TILE = (8, 128)
 W = -1
@@ -33,3 +39,21 @@ def test_padding(name, shape, position, minor, expected):
 def test_all_states_at_once():
     found = padding(np.array([[W], [0], [1]], np.int8), (64, 256), (0, 1), (4,), TILE)
     assert found == pytest.approx([1.0, 1.0, 1.0 if 256 / 4 % 128 == 0 else 2.0])
+
+
+def test_what_a_dot_goes_over_as_a_batch_is_major():
+    """As XLA:TPU lays them out: small matrices are padded each, however many there are."""
+
+    def scores(x, wq, wk):
+        q, k = (jnp.einsum("bsf,fhd->bshd", x, w) for w in (wq, wk))
+        return jnp.einsum("bqhd,bkhd->bhqk", q, k)
+
+    graph = build(trace(scores, [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((256, 16, 64), (64, 4, 16), (64, 4, 16))]).jaxpr)
+    groups = find_groups(graph)
+    major = major_dims(groups)
+    minor = {n.outputs[0]: minor_dims(major, *groups.place[n.outputs[0]]) for n in graph.nodes if n.prim == "dot_general"}
+    shapes = {graph.values[x].shape: [graph.values[x].shape[k] for k in found] for x, found in minor.items()}
+    assert sorted(shapes[(256, 4, 16, 16)]) == [16, 16] and sorted(shapes[(256, 16, 4, 16)]) == [16, 16]
+    whole = np.zeros((1, 0), int)
+    assert padding(whole, (256, 4, 16, 16), (2, 3), (), (8, 128)) == 128 / 16
+    assert minor_dims(major, *groups.place[graph.outputs[0]], stacked=True) == tuple(k + 1 for k in minor[graph.outputs[0]])

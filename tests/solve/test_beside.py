@@ -11,6 +11,7 @@ from jaxauto.solve.beside import _split_bytes, bordered, held_beside, made_early
 from jaxauto.solve.check import check
 from jaxauto.solve.live import timeline
 from jaxauto.solve.stacked import readings
+from jaxauto.solve.turns import beside_loops
 from jaxauto.strategies import WHOLE
 
 MIB = 2**20
@@ -71,7 +72,7 @@ def test_a_stack_that_is_gathered_along_a_minor_dimension_is_copied_for_its_loop
 def test_on_tpu_loops_read_stacks_that_are_narrowed_before_them():
     args = (spec(4, 512, 1024), spec(4, 1024, 512)), spec(2048, 512)
     best = best_of(scanned, args, "v5e:2x4", {"0.*": P(None, None, "data"), "1": P("data")})
-    assert not readings(best.variant, best.model.groups) and not beside(best).any()
+    assert not readings(best.variant, best.model.groups) and not [*beside_loops(best.model)]
 
 
 def test_a_sum_is_there_whole_before_it_is_scattered():
