@@ -22,13 +22,15 @@ _WIDE, _NARROW = jnp.dtype("float32"), jnp.dtype("bfloat16")
 
 
 def only_multiplied(graph: Graph) -> frozenset[int]:
-    """Values in float32, of all graphs, that products in the default precision read and nothing else."""
+    """Values in float32, of all graphs, that products in the default precision read and nothing else but sums, which are made in the fusion
+    that writes them (a bias's gradient)."""
     nodes = list(walk(graph))
     read = {x for node in nodes if _narrows(node) for x in node.inputs if isinstance(x, int) and graph.values[x].dtype == _WIDE}
     if not read:
         return frozenset()
     bodies = [graph, *(body for node in nodes for body in node.bodies)]
-    return frozenset(read.difference(*(node.inputs for node in nodes if not _narrows(node)), *(body.outputs for body in bodies)))
+    others = (node.inputs for node in nodes if not _narrows(node) and node.prim != "reduce_sum")
+    return frozenset(read.difference(*others, *(body.outputs for body in bodies)))
 
 
 def narrow(rewritten: Rewritten) -> Rewritten:

@@ -93,3 +93,11 @@ def test_what_is_returned_or_read_otherwise_keeps_its_type():
         graph = graph_of(fn, square, square)
         (first, *_) = (node for node in graph.nodes if node.prim == "dot_general")
         assert first.outputs[0] not in only_multiplied(graph)
+
+
+def test_a_sum_is_made_in_the_fusion_that_writes_narrow():
+    """The gradient of a bias, beside a cotangent that dots read."""
+    square = jnp.ones((64, 64))
+    graph = graph_of(lambda x, y: (lambda t: (t @ y, t.sum(0)))(x @ y), square, square)
+    first, last = (node for node in graph.nodes if node.prim == "dot_general")
+    assert first.outputs[0] in only_multiplied(graph) and last.outputs[0] not in only_multiplied(graph)

@@ -189,17 +189,17 @@ def test_mixtures_for_less_room_are_tried_too(monkeypatch):
 def test_single_values_are_swapped_in_the_best_answer_whose_trips_are_alike_too(monkeypatch):
     """A swap in a scan that is cut changes its head alone."""
     step, args = STEPS["transformer_scan"]()
-    search, remat = prepared(step, args, {"a": 1}, "v5p:1x1x1")
+    search, remat = prepared(step, args, {"a": 1}, "cpu:1")
     most = search.run(math.inf, remat.levels()).best.peak_bytes
-    search, remat = prepared(step, args, {"a": 1}, "v5p:1x1x1")
-    found, swapped = search.run(0.9 * most, remat.levels()), []
+    search, remat = prepared(step, args, {"a": 1}, "cpu:1")
+    found, swapped = search.run(0.6 * most, remat.levels()), []
     cut = [c for c in found.fitting if c.variant.level.splits]
-    assert cut and all(c.peak_bytes <= 0.9 * most for c in found.fitting)  # mixtures of blocks are known to whoever asks for others
+    assert cut and all(c.peak_bytes <= 0.6 * most for c in found.fitting)  # mixtures of blocks are known to whoever asks for others
     monkeypatch.setattr(Search, "_swap", lambda self, start, levels, budget: swapped.append(start) or [])
     alike = min((c for c in found.fitting if not c.variant.level.splits), key=lambda c: c.seconds)
     found.best = dataclasses.replace(cut[0], seconds=0.5 * alike.seconds)
     found.fitting.append(found.best)
-    search._change(found, 0.9 * most)
+    search._change(found, 0.6 * most)
     assert swapped == [found.best, alike]
 
 
