@@ -63,7 +63,8 @@ class Traffic:
         fits = capacity(self.chip) if near != Near() else 0.0
         arrays = (*((x, near.read) for x in node.inputs), *((x, near.written) for x in node.outputs))
         far = [x for x, known in arrays if isinstance(x, int) and known.get((node.id, x), math.inf) / self.program.pieces(x) > fits]
-        whole = sum(self.values[x].nbytes / self.program.pieces(x) * padded(x) * (writes if x in node.outputs else 1.0) for x in far)
+        moved = lambda x: self.values[x].nbytes * near.narrow.get((node.id, x), 1.0) * (writes if x in node.outputs else 1.0)  # noqa: E731
+        whole = sum(moved(x) / self.program.pieces(x) * padded(x) for x in far)
         return whole if rule.bytes_ is None else min(whole, rule.bytes_ / share)
 
     def _off_chip(self, placed: Any) -> Buffers:

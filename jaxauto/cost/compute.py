@@ -50,7 +50,8 @@ def operation_seconds(
     for o, known, times in (*((o, near.read, 1.0) for o in op.operands), *((o, near.written, writes) for o in op.results)):
         pieces = shards(project(state, factor_dims(op, o)), axis_sizes)
         far = known[op.node.id, o.value] / pieces > capacity(chip) if (op.node.id, o.value) in known else True
-        bytes_ += times * operand_bytes(o, op, values, state, axis_sizes, chip) * far
+        moved = times * near.narrow.get((op.node.id, o.value), 1.0)
+        bytes_ += moved * operand_bytes(o, op, values, state, axis_sizes, chip) * far
     if op.rule.bytes_ is not None:  # a gather touches the rows it reads, not the table
         bytes_ = np.minimum(bytes_, op.rule.bytes_ / shards(state, axis_sizes))
     seconds = traffic_seconds(bytes_, chip)

@@ -44,11 +44,13 @@ class Side(NamedTuple):
 
 class Near(NamedTuple):
     """(node, value) of operations' operands and results → whole bytes of the largest buffer that holds it, if that is on chip where it
-    fits. ``beside``: node → what else its fusion moves."""
+    fits. ``beside``: node → what else its fusion moves. ``narrow``: (node, value) → the share of its bytes that is moved for it: what it is
+    widened from, in the fusion that reads it, or the half that products read."""
 
     read: Mapping[tuple[int, int], float] = MappingProxyType({})
     written: Mapping[tuple[int, int], float] = MappingProxyType({})
     beside: Mapping[int, Side] = MappingProxyType({})
+    narrow: Mapping[tuple[int, int], float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,6 +313,15 @@ class _Placement:
 
     # ---------------------------------------------------------------------------------------------------------------- result
 
+    def _narrow(self) -> dict[tuple[int, int], float]:
+        """Of operands and results."""
+        found: dict[tuple[int, int], float] = {}
+        for by, holders in (*self.read.items(), *self.made.items()):
+            held = sum(self.arrays[h].bytes_ * self.arrays[h].share for h in holders) if self._known(holders) else math.inf
+            if 0 < held < (own := self.graph.values[by[1]].nbytes):
+                found[by] = held / own
+        return found
+
     def _placed(self) -> Placed:
         n = len(self.buffers.ids)
         fused, near = np.zeros(n), np.zeros(n)
@@ -329,6 +340,7 @@ class _Placement:
             Near(
                 {by: self._bytes(h) for by, h in self.read.items() if self._known(h) and near_by[by]},
                 {by: self._bytes(h) for by, h in self.made.items() if self._known(h) and all(self._stays(x) for x in h)},
+                narrow=self._narrow(),
             ),
         )
 

@@ -30,6 +30,7 @@ def roofline(answer: Answer, op: Operation, on_chip: Near) -> float:
         pieces, padded = answer.pieces(where), padding(values[o.value].shape, where, may_be_minor(op, o), answer.sizes, chip.tile)
         fits = near.get((op.node.id, o.value), math.inf) / pieces <= capacity(chip)
         times = chip.dot_writes if op.rule.kind is Kind.DOT and near is on_chip.written else 1.0
+        times *= on_chip.narrow.get((op.node.id, o.value), 1.0)
         bytes_ += 0.0 if fits else times * values[o.value].nbytes / pieces * padded
     split = answer.pieces(answer.operation[op.node.id])
     if op.rule.bytes_ is not None:

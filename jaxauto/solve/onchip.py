@@ -33,11 +33,11 @@ def place_on_chip(variant: Variant, chip: Any, devices: int) -> OnChip:
     made = {node.id: op for op, node in variant.operations}
     copies = {node for node, op in made.items() if node != op.node.id}
     placed = place(graph, {n: op.rule for n, op in made.items()}, variant.buffers, chip, devices)
-    tables = Near({}, {}, {}), Near({}, {}, {})
-    for k, table in enumerate(placed.near[:2]):
-        for (node, x), size in table.items():
+    tables = Near({}, {}, {}, {}), Near({}, {}, {}, {})
+    for name in ("read", "written", "narrow"):
+        for (node, x), size in getattr(placed.near, name).items():
             if node in made:
-                tables[node in copies][k][made[node].node.id, origin.get(x, x)] = size
+                getattr(tables[node in copies], name)[made[node].node.id, origin.get(x, x)] = size
     index = {int(n): k for k, n in enumerate(variant.buffers.ids)}
     for node, beside in variant.buffers.beside.items():
         if node in made:

@@ -237,3 +237,17 @@ def test_with_two_cores_only_fusions_leave_results_on_chip(target, stays):
     where = {graph.values[n].producer: bool(on) for n, on in zip(buffers.ids.tolist(), placed.written, strict=True)}
     made = {prim: {on for node, on in where.items() if node is not None and node.prim == prim} for prim in ("slice", "tanh")}
     assert made == {"slice": {stays}, "tanh": {True}}
+
+
+def test_what_is_widened_in_the_dot_that_reads_it_moves_as_narrow_as_it_is():
+    """Frames in uint8, as images often come; and the half of a float32 result that only products read."""
+
+    def fn(frames, w, v):
+        return (frames.astype(jnp.float32) / 255) @ w @ v
+
+    frames = jax.ShapeDtypeStruct((64, 1024), jnp.uint8)
+    graph, _, placed = found(fn, frames, array(1024, 256), array(256, 64))
+    first, second = dots(graph)
+    assert placed.near.narrow[first.id, first.inputs[0]] == 1 / 4
+    assert placed.near.narrow[second.id, second.inputs[0]] == placed.near.narrow[first.id, first.outputs[0]] == 1 / 2
+    assert (first.id, first.inputs[1]) not in placed.near.narrow
