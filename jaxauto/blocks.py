@@ -278,7 +278,7 @@ def _name(nodes: Sequence[Node]) -> str:
 
 def _pair(graph: Graph, forward: Node, phase: dict[int, int]) -> Block | None:
     """The block of a forward scan and the later scan that eats most of its stacked results, if there is one."""
-    if phase[forward.id] % 2:
+    if phase[forward.id] % 2 or not forward.trips:
         return None
     values = graph.values
     stacked = forward.outputs[forward.num_carry :]

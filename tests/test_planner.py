@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jaxauto
 from jaxauto import planner
 from jaxauto.options import Options
 from jaxauto.solve.search import Search
@@ -92,3 +93,17 @@ def test_planning_again_under_less_memory_leaves_slow_meshes_out_and_keeps_rewri
 def test_a_mesh_may_win_that_is_near_or_whose_bound_leaves_much_open(seconds, bound, may):
     best = None if seconds is None else SimpleNamespace(seconds=seconds)
     assert planner._may_win(SimpleNamespace(best=best, bound=bound), 1.0, 1.03) is may
+
+
+@pytest.mark.parametrize("target", ["v5e:1x1", "h100:8", "cpu:8"])
+def test_a_loop_of_no_trips_can_be_planned(target):
+    """A model without layers: a baseline, or a test of somebody's."""
+
+    def step(weights, x):
+        loss = lambda w: jnp.sum(jax.lax.scan(lambda y, v: (jnp.tanh(y @ v), None), x, w)[0] ** 2)  # noqa: E731
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    arguments = jax.ShapeDtypeStruct((0, 64, 64), jnp.float32), jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    plan = jaxauto.plan(step, *arguments, target=target, certify=False, progress=False)
+    assert plan.estimate.flops == 0 and plan.estimate.peak_memory > 0
+    assert jaxauto.profile(step, *arguments, target=target).matmul_flops == 0

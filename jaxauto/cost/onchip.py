@@ -202,7 +202,7 @@ class _Placement:
             known = link.source in self.arrays and link.target not in self.arrays
             if known and (link.kind is LinkKind.CONST or (link.kind is LinkKind.XS and not self.shared)):
                 outer = self.arrays[link.source]
-                share = outer.share / (self.graph.values[link.source].shape[0] if link.kind is LinkKind.XS else 1)
+                share = outer.share / (max(1, self.graph.values[link.source].shape[0]) if link.kind is LinkKind.XS else 1)
                 inside = self.arrays[link.target] = _Array(outer.bytes_, outer.owner, None, share=share)
                 outer.uses.append(_Use(begin, 0.0, by=self._charged(node, link), inside=inside, until=end))
             elif link.kind in (LinkKind.INIT, LinkKind.CONST, LinkKind.XS):

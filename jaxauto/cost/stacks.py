@@ -11,7 +11,7 @@ PASSES = {"gpu": 5, "tpu": 2, "cpu": 2}  # over a stack that one loop writes and
 
 def share_of(node: Node, stack: Value) -> float:
     """Of the slices of a stack, those that the trips of a loop read or write: not all where it goes over a window (``core.Window``)."""
-    return min(1.0, node.trips / stack.shape[0])
+    return min(1.0, node.trips / max(1, stack.shape[0]))
 
 
 def is_cut_inside(values: Mapping[int, Value], number: int) -> bool:
@@ -19,7 +19,7 @@ def is_cut_inside(values: Mapping[int, Value], number: int) -> bool:
     users = values[number].users
     into = [(link.kind, link.target) for user in users for link in user.links if link.source == number]
     cut = all(kind in (LinkKind.XS, LinkKind.OVER) or is_cut_inside(values, target) for kind, target in into)
-    return bool(users) and cut and all(user.bodies for user in users)
+    return bool(into) and cut and all(user.bodies for user in users)
 
 
 def stack_passes(node: Node, values: Mapping[int, Value], platform: str, kind: Callable[[Node], Kind]) -> Iterator[tuple[int, float]]:

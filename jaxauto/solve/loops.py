@@ -26,7 +26,7 @@ def shadows(groups: Groups, chip: Any, devices: int) -> Mapping[int, float]:
     found: dict[int, float] = {}
     for loop in walk(groups.graph):
         for body in loop.bodies:
-            runs = groups.times[loop.id] * loop.trips
+            runs = max(1, groups.times[loop.id] * loop.trips)  # a loop may be of no trips
             inner = [n for n in walk(body) if n.id in operations]
             values, times = groups.graph.values, groups.times
             seconds = sum(unsplit_seconds(n, operations[n.id], values, chip) * times[n.id] / runs for n in inner) / devices
