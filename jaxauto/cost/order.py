@@ -54,7 +54,7 @@ def schedule(
     if reads is not None and not any(node.bodies for node in graph.nodes):
         aside = _aside(graph, after)
         made = {out: graph.values[out].nbytes for node in aside for out in node.outputs}
-        widest = max((size for size in made.values()), default=0)
+        widest = max(made.values(), default=0)
         if any(reads(node) and any(2 * made.get(x, 0) >= widest for x in node.inputs if isinstance(x, int)) for node in aside):
             index.update(dict.fromkeys((node.id for node in aside), len(graph.nodes)))
     return sorted(graph.nodes, key=lambda node: index[node.id])
