@@ -154,7 +154,7 @@ class _Placement:
         b = self.buffers
         for k, n in enumerate(b.ids.tolist()):
             begin = None if b.is_input[k] or self._is_stack(n) else int(b.start[k])
-            stays = begin is not None and not b.is_output[k] and bool(b.end[k] >= b.start[k])
+            stays = begin is not None and not (b.is_output[k] or self._is_of_loop(n)) and bool(b.end[k] >= b.start[k])
             self.arrays[n] = _Array(float(b.bytes_[k]), k, begin, float(b.written[k]), stays)
         np.add.at(self.seconds, b.start, b.written * b.bytes_ * self.byte_seconds)
         nodes = list(walk(self.graph))
@@ -178,8 +178,15 @@ class _Placement:
         for link in (e for n in nodes for e in n.links if e.kind in handed_on and e.target in self.arrays):
             if any(self.arrays[r].begin is None for r in self._holders(link.source)):  # the trip before has left it in HBM
                 self.arrays[link.target].begin, self.arrays[link.target].stays = None, False
+            elif any(map(self._is_of_loop, self._holders(link.source))):
+                self.arrays[link.target].stays = False
         for array in self.arrays.values():
             array.uses.sort(key=lambda u: u.position)
+
+    def _is_of_loop(self, number: int) -> bool:
+        """Whether a value is a result of a loop: it may be read on chip, but has its place in HBM too."""
+        node = self.graph.values[number].producer
+        return node is not None and bool(node.bodies)
 
     def _is_stack(self, number: int) -> bool:
         """Whether a value is a result of a loop that its trips, or those of loops in it, write slice by slice."""
