@@ -26,7 +26,17 @@ from jaxauto.cost.clusters import FUSING, Clusters
 from jaxauto.cost.kernels import Kernels
 from jaxauto.cost.liveness import Beside, Buffers, fill_early, fill_together, take_over
 from jaxauto.cost.order import in_donated, schedule
-from jaxauto.cost.patterns import is_bound, is_shared, is_shifted, is_softmax, is_strided, keeps_exp, slides
+from jaxauto.cost.patterns import (
+    is_bound,
+    is_only_narrowed,
+    is_shared,
+    is_shifted,
+    is_softmax,
+    is_strided,
+    keeps_exp,
+    pads_for_dots,
+    slides,
+)
 from jaxauto.cost.stacks import is_cut_inside, share_of, stack_passes
 from jaxauto.cost.widened import WIDE, Rounded, is_in_steps, is_narrow
 from jaxauto.flow import is_widening
@@ -295,7 +305,9 @@ class _Fusion:
         """What XLA:TPU keeps wide or narrow for one reader, and has all others make."""
         if self.is_gathered_wide(value, roots):
             self.virtual[value.id] = roots
-        if value.users and all(self.is_padded_for_dots(u) and self.is_narrowed(u.outputs[0]) for u in value.users):
+        if value.users and all(
+            pads_for_dots(u, self.values) and is_only_narrowed(self.values[u.outputs[0]], self.values) for u in value.users
+        ):
             self.narrowed.add(value.id)
 
     def write_for_one(self, operands: list[int]) -> None:
@@ -318,7 +330,7 @@ class _Fusion:
         """Whether ``user`` wants the value in memory: a loop makes a constant again that is much smaller before it is broadcast."""
         if user.prim == "optimization_barrier":
             return not (self.rounded and user.backward)  # what is read to be made again goes through a select there, which fuses
-        if self.clusters and self.is_padded_for_dots(user):
+        if self.clusters and pads_for_dots(user, self.values):
             return True
         if self.kind(user) not in _READS:
             return False
@@ -333,19 +345,6 @@ class _Fusion:
         if not user.bodies or any(link.source == value.id and link.kind is not LinkKind.CONST for link in user.links):
             return True
         return 2 * sum(self.values[r].nbytes for r in roots) > value.nbytes
-
-    def is_padded_for_dots(self, node: Node) -> bool:
-        """Whether dots read what ``node`` pads, maybe narrowed: XLA:TPU fuses the padding, not what is padded."""
-        if node.prim != "pad":
-            return False
-        users = self.values[node.outputs[0]].users
-        users = [w for u in users for w in (self.values[u.outputs[0]].users if u.prim == "convert_element_type" else [u])]
-        return any(self.kind(user) is Kind.DOT for user in users)
-
-    def is_narrowed(self, number: int) -> bool:
-        """Whether all that is done with a value is to make half as many bytes of it."""
-        users, size = self.values[number].users, self.values[number].dtype.itemsize
-        return bool(users) and all(u.prim == "convert_element_type" and 2 * self.values[u.outputs[0]].dtype.itemsize == size for u in users)
 
     def is_gathered_wide(self, value: Value, roots: frozenset[int]) -> bool:
         """Whether gathers alone need a value that is but widened: XLA:TPU writes it for them, and all others read what it is made of."""
@@ -420,12 +419,12 @@ class _Fusion:
             self.in_place.discard(x)
             self.reads[x] = self.reads.get(x, 0) + 1
 
-    def enter(self, node: Node, begin: int) -> None:
-        """A loop reads its operands; slices that operations alone read are theirs to charge."""
+    def enter(self, node: Node, begin: int, inside: list[Link]) -> None:
+        """A loop reads its operands; slices that operations alone read are theirs to charge. ``inside``: what loops in its body go over."""
         charged = {link.source for link in node.links if link.kind is LinkKind.XS and (self.clusters or self.is_operand(link.target))}
         charged |= {link.source for link in node.links if link.kind is LinkKind.OVER}
         charged |= {link.source for link in node.links if link.kind is LinkKind.INIT} & self.carried
-        charged |= {link.source for link in self.cut_inside(node)}
+        charged |= {link.source for link in inside}
         share = {link.source: share_of(node, self.values[link.source]) for link in node.links if link.kind is LinkKind.XS}
         for x in (x for x in node.inputs if isinstance(x, int)):
             self.keep_alive(x, begin) if x in charged else self.read(x, begin, share.get(x, 1.0))
@@ -434,7 +433,7 @@ class _Fusion:
         if self.clusters:
             for link in (e for e in node.links if e.kind is LinkKind.XS):
                 self.clusters.cut(link.target, self.roots(link.source), float(link.source not in charged), share[link.source])
-            for link in self.cut_inside(node):
+            for link in inside:
                 self.clusters.cut(link.target, self.roots(link.source), 0.0, node.trips)
         for number, passes in stack_passes(node, self.values, self.platform, self.kind):
             for root in self.roots(number):
@@ -475,7 +474,8 @@ class _Fusion:
         stacked = {link.target: link.source for link in node.links if link.kind is LinkKind.YS}
         shared = {link.target for link in node.links if link.kind in (LinkKind.CONST, LinkKind.XS)}
         sliced = {link.target for link in node.links if link.kind is LinkKind.XS}
-        self.enter(node, begin)
+        inside = self.cut_inside(node)
+        self.enter(node, begin, inside)
         turned = self.turn_stacks(node)
         made = {link.target for link in node.links if link.kind is LinkKind.CONST and link.source in self.virtual}  # in each trip
         for body in node.bodies:
@@ -503,7 +503,7 @@ class _Fusion:
                     self.copy_out(number, sliced)
                 else:
                     self.last.setdefault(number, begin + 1)
-        for link in self.cut_inside(node):
+        for link in inside:
             for root in self.roots(link.source):
                 self.reads[root] = self.reads.get(root, 0) + node.trips * self.reads.get(link.target, 0)
         if self.kernels:

@@ -191,7 +191,7 @@ class _Placement:
     def _is_stack(self, number: int) -> bool:
         """Whether a value is a result of a loop that its trips, or those of loops in it, write slice by slice."""
         node = self.graph.values[number].producer
-        if node is None or not node.bodies:
+        if node is None or not self._is_of_loop(number):
             return False
         last = [link.source for link in node.links if link.kind is LinkKind.FINAL and link.target == number]
         return not last or any(map(self._is_stack, last))

@@ -138,6 +138,22 @@ def is_bound(value: Value) -> bool:
     return value.producer is None or bool(value.producer.bodies) or any(u.bodies or u.prim == "optimization_barrier" for u in value.users)
 
 
+def pads_for_dots(node: Node, values: Mapping[int, Value]) -> bool:
+    """Whether dots read what ``node`` pads, maybe narrowed: XLA:TPU fuses the padding, not what is padded."""
+    if node.prim != "pad":
+        return False
+    users = values[node.outputs[0]].users
+    users = [w for u in users for w in (values[u.outputs[0]].users if u.prim == "convert_element_type" else [u])]
+    return any(user.prim == "dot_general" for user in users)
+
+
+def is_only_narrowed(value: Value, values: Mapping[int, Value]) -> bool:
+    """Whether all that is done with a value is to make half as many bytes of it."""
+    size = value.dtype.itemsize
+    halves = (u.prim == "convert_element_type" and 2 * values[u.outputs[0]].dtype.itemsize == size for u in value.users)
+    return bool(value.users) and all(halves)
+
+
 def is_shared(
     value: Value,
     roots: frozenset[int],
