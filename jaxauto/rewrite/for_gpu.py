@@ -4,6 +4,7 @@
 - Stacks that the backward pass of a recurrence fills: those zeros too                              ``fills_late``, ``begin``
 - A transposed convolution. XLA writes its input to memory with zeros between the elements, and slides the kernel over all of them; it
   takes it for the gradient of a strided convolution, which needs no zeros, if the kernel is seen to be reversed       ``_convolution``
+- That gradient itself, where the reversed kernel is brought to another sharding before it is read                     ``_convolution``
 - A convolution with a dilated kernel, of an input padded on one side. It is the kernel that XLA fills with zeros then  ``_convolution``
 """
 
@@ -95,13 +96,14 @@ def _pool(node: Node, operands: list, _: list[Node | None], __: Pinned) -> list 
     return [compat.scatter_selected(node.eqn, source, operand, zero)]
 
 
-def _convolution(node: Node, operands: list, made_by: list[Node | None], _: Pinned) -> list | None:
+def _convolution(node: Node, operands: list, made_by: list[Node | None], pinned: Pinned) -> list | None:
     params, (image, kernel) = dict(node.params), operands
     if params["batch_group_count"] > 1:
         return None
     if max(params["lhs_dilation"], default=1) > 1:
         plain = {*params["window_strides"], *params["rhs_dilation"], params["feature_group_count"]} == {1}
-        if not plain or _is(made_by[1], "rev"):
+        reversed_ = _is(made_by[1], "rev") and pinned(node.inputs[1], kernel) is kernel  # through a constraint XLA does not see it
+        if not plain or reversed_:
             return None
         spatial = params["dimension_numbers"].rhs_spec[2:]
         kernel = lax.rev(lax.optimization_barrier(lax.rev(kernel, spatial)), spatial)

@@ -51,7 +51,7 @@ def in_order(
     """
     program = Program.after(rewritten)
     bodies = [body for node in walk(rewritten.graph) for body in node.bodies if any(isinstance(n.eqn, BarrierEqn) for n in body.nodes)]
-    for graph in (rewritten.graph, *(bodies if stepwise else ())):
+    for graph in (rewritten.graph, *(bodies if stepwise or sums else ())):
         _Order(program, graph, finished, at_once=at_once, strays=strays, stepwise=stepwise, sums=sums).run()
     return program.rewritten(rewritten.host)
 
