@@ -397,6 +397,7 @@ class Decisions:
       in_order: gradients, those summed over devices too, that loops and recomputations of the backward pass wait for
         where the compiler is held to the order of the program (``rewrite/order.py``): all on GPU and CPU; on TPU those summed
         over devices that are much smaller than what is read for them. None where it is not.
+      short: those of them, on several GPUs, that the next operation of the backward pass waits for: a short sum, of much that is read.
     """
 
     values: Mapping[int, Sharding] = field(default_factory=dict)
@@ -408,3 +409,4 @@ class Decisions:
     remade: frozenset[tuple[int, int]] = frozenset()
     splits: Mapping[int, tuple[Trips, ...]] = field(default_factory=dict)
     in_order: frozenset[int] | None = None
+    short: frozenset[int] = frozenset()

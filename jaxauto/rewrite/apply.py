@@ -55,7 +55,15 @@ def apply(graph: Graph, decisions: Decisions, mesh: Any, platform: str = "") -> 
     if decisions.in_order is not None:
         beside = platform == "gpu" and mesh.size > 1  # sums over devices run beside a block
         strays, stepwise = platform != "tpu", platform == "cpu" and mesh.size == 1
-        rewritten = in_order(rewritten, decisions.in_order, at_once=not beside, strays=strays, stepwise=stepwise, sums=platform == "gpu")
+        rewritten = in_order(
+            rewritten,
+            decisions.in_order,
+            at_once=not beside,
+            short=decisions.short,
+            strays=strays,
+            stepwise=stepwise,
+            sums=platform == "gpu",
+        )
     rewritten = sink(rewritten)
     return evaluator(rewritten.graph, _Constraints(decisions, mesh, rewritten, platform))
 

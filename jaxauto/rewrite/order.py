@@ -36,13 +36,21 @@ _WRITTEN = ("scatter", "scatter-add", "scatter_add", "dot_general", "conv_genera
 
 
 def in_order(
-    rewritten: Rewritten, finished: Set[int], *, at_once: bool = True, strays: bool = True, stepwise: bool = False, sums: bool = False
+    rewritten: Rewritten,
+    finished: Set[int],
+    *,
+    at_once: bool = True,
+    short: Set[int] = frozenset(),
+    strays: bool = True,
+    stepwise: bool = False,
+    sums: bool = False,
 ) -> Rewritten:
     """The same program, held to its order.
 
     Args:
       finished: gradients of the straight program that what comes after them in the backward pass waits for.
       at_once: a recomputation waits for all gradients before it; else for those before the last one: their sums run beside a block.
+      short: those of them that the next operation of the backward pass waits for, too.
       strays: the compiler starts early what waits for nothing, and puts the loss off.
       stepwise: every operation of the backward pass that reads a cotangent waits for all gradients and operations before it, also in
         bodies of loops in which something is made again.
@@ -52,7 +60,7 @@ def in_order(
     program = Program.after(rewritten)
     bodies = [body for node in walk(rewritten.graph) for body in node.bodies if any(isinstance(n.eqn, BarrierEqn) for n in body.nodes)]
     for graph in (rewritten.graph, *(bodies if stepwise or sums else ())):
-        _Order(program, graph, finished, at_once=at_once, strays=strays, stepwise=stepwise, sums=sums).run()
+        _Order(program, graph, finished, at_once=at_once, short=short, strays=strays, stepwise=stepwise, sums=sums).run()
     return program.rewritten(rewritten.host)
 
 
@@ -79,8 +87,19 @@ def late_conversions(nodes: Sequence[Node], finished: Set[int]) -> list[Node]:
 
 
 class _Order:
-    def __init__(self, program: Program, original: Graph, finished: Set[int], *, at_once: bool, strays: bool, stepwise: bool, sums: bool):
-        self.program, self.graph, self.finished = program, program.graphs[id(original)], finished
+    def __init__(
+        self,
+        program: Program,
+        original: Graph,
+        finished: Set[int],
+        *,
+        at_once: bool,
+        short: Set[int],
+        strays: bool,
+        stepwise: bool,
+        sums: bool,
+    ):
+        self.program, self.graph, self.finished, self.short = program, program.graphs[id(original)], finished, short
         self.at_once, self.strays, self.stepwise = at_once, strays, stepwise
         self.graph.nodes = late_conversions(self.graph.nodes, finished)
         self.values = original.values
@@ -105,8 +124,8 @@ class _Order:
             if kept and node.prim in _WRITTEN and (rows := self._rows(node)):
                 nodes.append(self._tie([*rows[-1:], *kept], node))
                 kept = []
-            tied = self._waiting(node, [*before, *made, *loss]) if node.bodies or self._steps(node) else []
-            made, before = ([], []) if tied else (made, before)
+            tied = self._waiting(node, self._due(node, [*before, *made], loss))
+            made, before = ([x for x in numbers if x not in tied] for numbers in (made, before))
             tied = tied or self._early(node, place)
             if tied:
                 nodes.append(self._tie(tied, node))
@@ -184,8 +203,12 @@ class _Order:
         read = [] if node.backward else [x for x in node.inputs if isinstance(x, int) and x in self.waits and self._floating(x)]
         return sorted(read, key=lambda x: self.values[x].nbytes)
 
-    def _steps(self, node: Node) -> bool:
-        return self.stepwise and node.prim in _WRITTEN and self.finished.isdisjoint(node.outputs)
+    def _due(self, node: Node, gradients: list[int], loss: list[int]) -> list[int]:
+        """What a node has to wait for, of what is there and nothing has waited for."""
+        step = node.prim in _WRITTEN and self.finished.isdisjoint(node.outputs)
+        if node.bodies or (step and self.stepwise):
+            return [*gradients, *loss]
+        return [x for x in gradients if x in self.short] if step else []
 
     def _waiting(self, node: Node, made: list[int]) -> list[int]:
         """The largest cotangent that a loop or operation of the backward pass begins with, and the gradients made before it."""

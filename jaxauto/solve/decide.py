@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from jaxauto.strategies import WHOLE, project, sharding_of, shards
 
 _ORDERS = frozenset(["transpose", "reshape", "squeeze", "expand_dims"])
 _MUCH = 0.05  # of all memory at its peak
+_SHORT = 1 / 64  # of what is read for a gradient, and its sum over GPUs is waited for
 _LESS = 0.5  # a gradient that takes no more than this share of what is read for it is written, so that that can go
 
 
@@ -58,8 +59,19 @@ def decisions_of(candidate: Candidate) -> Decisions:
             position = np.where(np.isin(model.position(x, e.value), _summed(e)), model.position(x, e.value), there[0])
             operands[node.outputs[0], e.operand] = sharding_of(position, len(e.dims), model.mesh)
     level = candidate.variant.level
-    kept, away, again, splits, awaited = level.kept, level.offloaded, level.remade, dict(level.splits), _awaited(candidate)
-    return Decisions(values, operands, kept, dict(_precede(model, late)), made, away, again, splits, awaited)
+    awaited = _awaited(candidate)
+    return Decisions(
+        values,
+        operands,
+        level.kept,
+        gathered_late=dict(_precede(model, late)),
+        made=made,
+        offloaded=level.offloaded,
+        remade=level.remade,
+        splits=dict(level.splits),
+        in_order=awaited,
+        short=_short(candidate, awaited or frozenset()),
+    )
 
 
 def _precede(model: Model, late: Iterable[tuple[Node, int]]) -> Iterator[tuple[tuple[int, int], int | None]]:
@@ -101,6 +113,23 @@ def _awaited(candidate: Candidate) -> frozenset[int] | None:
         if own <= _LESS * read and (summed or read - own > much):
             found.add(value)
     return frozenset(found) or None
+
+
+def _short(candidate: Candidate, awaited: Set[int]) -> frozenset[int]:
+    """Of several GPUs, gradients that are made of much and are little: XLA puts them off, and what is read for them lies there.
+
+    Their sums are so short that it matters little that nothing runs beside them.
+    """
+    model, x = candidate.model, candidate.x
+    if model.chip.platform != "gpu" or model.mesh.num_devices == 1:
+        return frozenset()
+    found = set()
+    for op, _, value in _finished(model):
+        read = max((_local(model, i.value, model.operand_position(x, op, i)) for i in op.operands), default=0.0)
+        own = _local(model, value, model.position(x, value))
+        if value in awaited and read > _MUCH * candidate.peak_bytes and own <= _SHORT * read:
+            found.add(value)
+    return frozenset(found)
 
 
 def _local(model: Model, number: int, position: np.ndarray) -> float:
