@@ -25,7 +25,7 @@ from jaxauto.core import OPERATIONS, Graph, Kind, Link, LinkKind, Node, OpRule, 
 from jaxauto.cost.clusters import FUSING, Clusters
 from jaxauto.cost.kernels import Kernels
 from jaxauto.cost.liveness import Beside, Buffers, fill_early, fill_together, take_over
-from jaxauto.cost.order import in_donated, schedule
+from jaxauto.cost.order import in_donated, schedule, short_sums
 from jaxauto.cost.patterns import (
     is_bound,
     is_only_narrowed,
@@ -100,7 +100,8 @@ class _Fusion:
         self.rounded = Rounded(self.kind, self.values) if platform == "cpu" else None
         self.kernels = Kernels(graph.values, self.kind, devices) if platform == "gpu" else None
         self.hides = platform != "cpu" and (devices > 1 or bool(fetched(graph)))  # collectives, copies from the host
-        self.delayed = (lambda node: self.kind(node) in FUSING) if self.hides else None
+        short = short_sums(graph, devices) if self.kernels and devices > 1 else set()
+        self.delayed = (lambda node: self.kind(node) in FUSING and node.id not in short) if self.hides else None
         self.reads: dict[int, float] = {}
         self.start: dict[int, int] = {}
         self.last: dict[int, int] = {}

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 
 from jaxauto.core import Graph, LinkKind, Node
-from jaxauto.graph import BarrierEqn
+from jaxauto.graph import BarrierEqn, walk
 from jaxauto.rewrite.away import fetched
+
+_MUCH = 1 / 8  # of the widest array
+_SHORT = 64  # times its own bytes on a device are read for a gradient whose sum is waited for
 
 
 def schedule(
@@ -58,6 +61,23 @@ def schedule(
         if any(reads(node) and any(2 * made.get(x, 0) >= widest for x in node.inputs if isinstance(x, int)) for node in aside):
             index.update(dict.fromkeys((node.id for node in aside), len(graph.nodes)))
     return sorted(graph.nodes, key=lambda node: index[node.id])
+
+
+def short_sums(graph: Graph, devices: int) -> set[int]:
+    """Of several GPUs, the nodes of a backward pass whose results are summed in little time beside what they are made of.
+
+    XLA:GPU puts off weight gradients, and what they read lies in memory until then. Who waits for one waits for its sum over devices: for
+    those that are small, of arrays among the widest (of a convolution over large images), the next operation does (``rewrite/order.py``).
+    """
+    nodes = [node for node in walk(graph) if not node.bodies]
+    values = {x: graph.values[x].nbytes for node in nodes for x in (*node.inputs, *node.outputs) if isinstance(x, int)}
+    widest = max((values[x] for node in nodes for x in node.outputs), default=0)
+    backward = ((node, [values[x] for x in node.inputs if isinstance(x, int)]) for node in nodes if node.backward)
+    return {
+        node.id
+        for node, read in backward
+        if max(read, default=0) >= max(_MUCH * widest, _SHORT * devices * sum(values[x] for x in node.outputs))
+    }
 
 
 def _put_off(graph: Graph, delayed: Callable[[Node], bool], loose: Set[int], *, alone: bool) -> dict[int, float]:

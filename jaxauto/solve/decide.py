@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Set
 import numpy as np
 
 from jaxauto.core import Decisions, LinkKind, Node, Sharding
+from jaxauto.cost.order import short_sums
 from jaxauto.graph import walk
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.facts import straight_gradients
@@ -18,7 +19,6 @@ from jaxauto.strategies import WHOLE, project, sharding_of, shards
 
 _ORDERS = frozenset(["transpose", "reshape", "squeeze", "expand_dims"])
 _MUCH = 0.05  # of all memory at its peak
-_SHORT = 1 / 64  # of what is read for a gradient, and its sum over GPUs is waited for
 _LESS = 0.5  # a gradient that takes no more than this share of what is read for it is written, so that that can go
 
 
@@ -70,7 +70,7 @@ def decisions_of(candidate: Candidate) -> Decisions:
         remade=level.remade,
         splits=dict(level.splits),
         in_order=awaited,
-        short=_short(candidate, awaited or frozenset()),
+        short=_short(model, awaited or frozenset()),
     )
 
 
@@ -115,21 +115,12 @@ def _awaited(candidate: Candidate) -> frozenset[int] | None:
     return frozenset(found) or None
 
 
-def _short(candidate: Candidate, awaited: Set[int]) -> frozenset[int]:
-    """Of several GPUs, gradients that are made of much and are little: XLA puts them off, and what is read for them lies there.
-
-    Their sums are so short that it matters little that nothing runs beside them.
-    """
-    model, x = candidate.model, candidate.x
+def _short(model: Model, awaited: Set[int]) -> frozenset[int]:
+    """Of several GPUs, gradients that the next operation waits for."""
     if model.chip.platform != "gpu" or model.mesh.num_devices == 1:
         return frozenset()
-    found = set()
-    for op, _, value in _finished(model):
-        read = max((_local(model, i.value, model.operand_position(x, op, i)) for i in op.operands), default=0.0)
-        own = _local(model, value, model.position(x, value))
-        if value in awaited and read > _MUCH * candidate.peak_bytes and own <= _SHORT * read:
-            found.add(value)
-    return frozenset(found)
+    short = short_sums(model.groups.graph, model.mesh.num_devices)
+    return frozenset(value for op, _, value in _finished(model) if value in awaited and op.node.id in short)
 
 
 def _local(model: Model, number: int, position: np.ndarray) -> float:
