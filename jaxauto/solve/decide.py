@@ -129,12 +129,12 @@ def _local(model: Model, number: int, position: np.ndarray) -> float:
 
 
 def _finished(model: Model) -> Iterator[tuple[Operation, Operand, int]]:
-    """Gradients of the straight program, on CPU of loops too, by what makes them.
+    """Gradients of the straight program, but on TPU of loops too, by what makes them.
 
     Who waits for one that is summed over devices waits for the sum. As the optimizer reads them: an operation writes whatever order of
     dimensions is asked of it, and is held to what is waited for.
     """
-    for op, o in straight_gradients(model.groups, model.program.late_only, bodies=model.chip.platform in ("cpu", "gpu")):
+    for op, o in straight_gradients(model.groups, model.program.late_only, bodies=model.chip.platform != "tpu"):
         value = model.values[o.value]
         while len(value.users) == 1 and value.users[0].prim in _ORDERS and value.users[0].backward:
             value = model.values[value.users[0].outputs[0]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxauto.cost.order import schedule
+from jaxauto.cost.order import schedule, short_sums
 from jaxauto.graph import build
 from jaxauto.trace import trace
 
@@ -74,6 +74,26 @@ def test_weight_gradients_are_put_off():
             for x in n.inputs
             if isinstance(x, int) and (p := program.values[x].producer) is not None and p.id in place
         )
+
+
+def test_the_sum_of_a_gradient_is_short_that_is_made_of_much_and_small():
+    """A convolution over large images; not those of dense layers of the same features over few rows, nor a bias's of a small array."""
+
+    def step(params, images):
+        def loss(params):
+            x = jax.lax.conv_general_dilated(images, params["conv"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            return jnp.sum(jnp.tanh(jnp.mean(jnp.tanh(x), (1, 2)) @ params["dense"]))
+
+        return jax.grad(loss)(params)
+
+    params = {"conv": array(3, 3, 8, 8), "dense": array(8, 8)}
+    graph = build(trace(step, (params, array(32, 64, 64, 8))).jaxpr)
+    dots = [n for n in graph.nodes if n.backward and n.prim in ("conv_general_dilated", "dot_general")]
+    convolution = next(n.id for n in dots if n.prim == "conv_general_dilated")
+    assert {n.id for n in dots} & short_sums(graph, 8) == {convolution}
+    read, own = 32 * 64 * 64 * 8, 3 * 3 * 8 * 8
+    most = read // (64 * own)
+    assert convolution in short_sums(graph, most) and convolution not in short_sums(graph, most + 1), "a device's part is what it reads"
 
 
 def users(graph, node):

@@ -125,6 +125,25 @@ def test_scattered_under_shardings(monkeypatch, spec):
     np.testing.assert_allclose(got, jax.jit(gradient)(x, i), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("split", [True, False])
+def test_the_gradient_of_a_strided_convolution_is_seen_through_a_constraint(monkeypatch, split):
+    """Its kernel is gathered once reversed, and XLA:GPU looks for the reversal right before the convolution."""
+    monkeypatch.setattr(applying, "_Constraints", OnGpu)
+    strided = functools.partial(lax.conv_general_dilated, window_strides=(2, 2), padding="SAME", dimension_numbers=NUMBERS)
+    gradient = jax.grad(lambda x, w: jnp.sum(jnp.sin(strided(x, w))))
+    x, w = normal(8, 8, 8, 4), normal(3, 3, 4, 16)
+    graph = build(trace(gradient, (x, w)).jaxpr)
+    (back,) = (n for n in graph.nodes if n.prim == "conv_general_dilated" and n.backward)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole = ((), (), (), ())
+    run = apply(graph, Decisions({back.inputs[1]: whole} if split else {}, {}), mesh)
+    after = str(jax.make_jaxpr(run)(x, w))
+    assert after.count("= rev[") == (3 if split else 1)
+    given = NamedSharding(mesh, P("data")), NamedSharding(mesh, P(None, None, None, "data"))
+    (got,) = jax.jit(run, in_shardings=given)(x, w)
+    np.testing.assert_allclose(got, jax.jit(gradient)(x, w), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("padding", ["SAME", "VALID", ((0, 0), (2, 1), (1, 1), (0, 0))])
 @pytest.mark.parametrize(("start", "largest"), [(-jnp.inf, lax.max), (jnp.inf, lax.min)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -168,7 +168,28 @@ def test_each_step_of_the_backward_pass_waits_for_the_gradients_before_it(again)
         np.testing.assert_allclose(got, want, rtol=2e-2)
 
 
-def test_in_steps_gradients_in_the_body_of_a_loop_are_waited_for_too():
+@pytest.mark.parametrize("short", [0, 1, 2])
+def test_the_next_operation_waits_for_a_gradient_whose_sum_is_short(short):
+    """And for no other: nothing is made again here, so nothing else has to be held to an order."""
+    args = [jnp.ones((WIDTH, WIDTH))] * 4, jnp.ones((ROWS, WIDTH), jnp.bfloat16)
+    graph = build(trace(narrow_step, args).jaxpr)
+    dots = [n.outputs[0] for n in graph.nodes if n.backward and n.prim == "dot_general"]
+    gradients = [x for x in dots if graph.values[x].shape == (WIDTH, WIDTH)]
+    chosen = gradients[:short]
+    result = in_order(Rewritten(graph, {}), frozenset(gradients), at_once=False, short=frozenset(chosen)).graph
+    place = {node.id: k for k, node in enumerate(result.nodes)}
+    steps = [place[n.id] for n in result.nodes if n.prim == "dot_general" and n.backward and n.outputs[0] not in gradients]
+    waited = {x: place[b.id] for b in barriers(result) for x in b.inputs if x in gradients}
+    assert [*waited] == chosen
+    for gradient, at in waited.items():
+        made = place[result.values[gradient].producer.id]
+        assert made < at <= min(k for k in steps if k > made)
+    leaves = jax.tree.leaves(args)
+    for want, got in zip(jax.jit(evaluator(graph))(*leaves), jax.jit(evaluator(result))(*leaves), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-2)
+
+
+def test_in_steps_and_on_gpus_gradients_in_the_body_of_a_loop_are_waited_for_too():
     """Microbatches: each trip makes its layers again."""
 
     def step(params, batches):
@@ -189,11 +210,11 @@ def test_in_steps_gradients_in_the_body_of_a_loop_are_waited_for_too():
     (loop,) = (node for node in graph.nodes if node.bodies)
     made = [n.outputs[0] for n in loop.bodies[0].nodes if n.backward and n.prim == "dot_general"]
     gradients = frozenset(x for x in made if graph.values[x].shape == (WIDTH, WIDTH))
-    for stepwise in (True, False):
-        result = in_order(rewritten, gradients, stepwise=stepwise).graph
+    for how, count in (({"stepwise": True}, 2), ({"sums": True}, 2), ({"sums": True, "at_once": False}, 1), ({}, 0)):
+        result = in_order(rewritten, gradients, **how).graph
         (loop,) = (node for node in result.nodes if node.bodies)
         waited = [x for b in barriers(loop.bodies[0]) for x in b.inputs if x in gradients]
-        assert len(gradients) == 3 and len(waited) == (2 if stepwise else 0)
+        assert len(gradients) == 3 and len(waited) == count
         leaves = jax.tree.leaves(args)
         for want, got in zip(jax.jit(evaluator(graph))(*leaves), jax.jit(evaluator(result))(*leaves), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-5)
