@@ -5,11 +5,12 @@ XLA:GPU starts early what waits for nothing, and puts off what nothing waits for
 weight gradient of the last projection is made after the loops of the backward pass, and the logits' cotangent lies there until then. The
 loss itself is made at the end of the step, on one device at times, and the logits lie there until then. Barriers say when: an operation of
 the backward pass that depends on no forward value waits for the loss; a loop of the backward pass, or a recomputation, waits for the
-gradients that come before it, on several GPUs for those of the block before: their sums run beside a block (but for those that are short,
-of much that is read, which the next operation waits for: ``cost/order.short_sums``); the backward pass waits for the loss and the metrics
-too. So in bodies of loops in which something is made again: microbatches. On one CPU each step of the backward pass waits for the gradients and the steps before it: of a network with
-batch norms the sums would come last, and the result and the cotangent of every convolution lie there until then (``bench_models.py``'s
-medium ResNet-50: 37 GB instead of 22); a cotangent that many layers read would be used for all of them at once.
+gradients that come before it, on several GPUs for those of the block before: their sums run beside a block. Those that are short, of much
+that is read (``cost/order.short_sums``), the next operation waits for. The backward pass waits for the loss and the metrics too. So does
+the body of a loop in which something is made again: microbatches.
+On one CPU each step of the backward pass waits for the gradients and the steps before it: of a network with batch norms the sums would come
+last, and the result and the cotangent of every convolution lie there until then (``bench_models.py``'s medium ResNet-50: 37 GB instead of
+22); a cotangent that many layers read would be used for all of them at once.
 Where the sums of a softmax's rows are all that is kept of it, XLA:GPU makes them from the scores when the backward pass reads them, and
 the scores lie there until then: the next operation of the forward pass waits for them.
 An array that goes through a barrier is read from there on, or the compiler for several devices takes it out.
