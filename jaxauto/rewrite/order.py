@@ -137,7 +137,8 @@ class _Order:
                 loss = []
             read_as(node, {x: self.names[x] for x in node.inputs if isinstance(x, int) and x in self.names})
             if node.backward and isinstance(node.eqn, BarrierEqn):
-                waited, before = ([*before, *made], []) if self.at_once else (before, made)
+                now = {x for x in made if self.at_once or self.program.values[x].nbytes <= _SMALL}
+                waited, before = [*before, *now], [x for x in made if x not in now]
                 self.names.update(self.program.join(node, {x: self.names.get(x, x) for x in (*waited, *loss)}))
                 self.program.join(node, {x: x for x in self._steps_before()})
                 self._passed(node)

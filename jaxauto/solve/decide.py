@@ -102,7 +102,7 @@ def _awaited(candidate: Candidate) -> frozenset[int] | None:
     platform = model.chip.platform
     alone, pressed = model.mesh.num_devices == 1, any(kept is not None for kept in model.variant.kept)
     if platform != "tpu":
-        finished = [value for _, _, value in _finished(model)] + (_sums(model) if platform == "cpu" else [])
+        finished = [value for _, _, value in _finished(model)] + (_sums(model) if platform == "cpu" or not alone else [])
         return frozenset(finished) if platform == "gpu" or alone or pressed else None
     found = set()
     much = _MUCH * candidate.peak_bytes if pressed and alone else math.inf
