@@ -7,6 +7,7 @@ from collections.abc import Callable, Set
 from jaxauto.core import Graph, LinkKind, Node
 from jaxauto.graph import BarrierEqn, walk
 from jaxauto.rewrite.away import fetched
+from jaxauto.rewrite.order import SMALL
 
 _MUCH = 1 / 8  # of the widest array
 _SHORT = 64  # times its own bytes on a device are read for a gradient whose sum is waited for
@@ -29,7 +30,8 @@ def schedule(
       delayed: whether a node is put off where no backward pass reads what it makes, as XLA:GPU puts off weight gradients on several
         devices: to the end of a loop's body, else to where ``rewrite.order`` lets something wait for it. None: nothing is.
       loose: the results that no other trip reads of a loop's body, all of a whole program.
-      alone: on one device, where every recomputation waits for what was put off before it; on several, for that of the block before.
+      alone: on one device, where every recomputation waits for what was put off before it; on several, for what is small, and for that
+        of the block before.
     """
     if not any(node.backward for node in graph.nodes):
         return graph.nodes
@@ -98,7 +100,8 @@ def _put_off(graph: Graph, delayed: Callable[[Node], bool], loose: Set[int], *, 
             continue
         if delayed(node):
             coming = [w for w in walls if w > k][:2]
-            first = bool(coming) and (alone or bool(graph.nodes[coming[0]].bodies))
+            small = all(graph.values[x].nbytes <= SMALL for x in node.outputs)
+            first = bool(coming) and (alone or small or bool(graph.nodes[coming[0]].bodies))
             waits = coming[0] if first else coming[1] if len(coming) > 1 else last + 1
             found[node.id] = waits - 0.5 + 0.4 * k / len(graph.nodes)  # one after the other, each with what is made of it
         else:

@@ -5,14 +5,15 @@ XLA:GPU starts early what waits for nothing, and puts off what nothing waits for
 weight gradient of the last projection is made after the loops of the backward pass, and the logits' cotangent lies there until then. The
 loss itself is made at the end of the step, on one device at times, and the logits lie there until then. Barriers say when: an operation of
 the backward pass that depends on no forward value waits for the loss; a loop of the backward pass, or a recomputation, waits for the
-gradients that come before it, on several GPUs for those of the block before: their sums run beside a block. Those that are short, of much
-that is read (``cost/order.short_sums``), the next operation waits for. The backward pass waits for the loss and the metrics too. So does
-the body of a loop in which something is made again: microbatches.
+gradients that come before it, on several GPUs for small ones (those of biases and norms among them) and those of the block before: their
+sums run beside a block. Those that are short, of much that is read (``cost/order.short_sums``), the next operation waits for. The backward
+pass waits for the loss and the metrics too. So does the body of a loop in which something is made again: microbatches.
 On one CPU each step of the backward pass waits for the gradients and the steps before it: of a network with batch norms the sums would come
 last, and the result and the cotangent of every convolution lie there until then (``bench_models.py``'s medium ResNet-50: 37 GB instead of
 22); a cotangent that many layers read would be used for all of them at once.
 Where the sums of a softmax's rows are all that is kept of it, XLA:GPU makes them from the scores when the backward pass reads them, and
-the scores lie there until then: the next operation of the forward pass waits for them.
+the scores lie there until then: the next operation of the forward pass waits for them. A cotangent that has passed a barrier is summed as
+it was before it (a bias's gradient): what makes it sums it in the same kernel, as it could not after it.
 An array that goes through a barrier is read from there on, or the compiler for several devices takes it out.
 
 XLA:TPU puts weight gradients off as well, and makes the update with them unless they are summed over devices first. Of those some are
@@ -33,7 +34,7 @@ from jaxauto.core import Graph, Node
 from jaxauto.graph import BarrierEqn, walk
 from jaxauto.rewrite.program import Program, Rewritten, cotangent_at, read_as, readers_of, renamed, ripeness
 
-_SMALL = 1 << 20  # bytes: a larger result is not held back from where the compiler wants to make it
+SMALL = 1 << 20  # bytes: a larger result is not held back from where the compiler wants to make it, nor is its sum waited for at once
 _WRITTEN = ("scatter", "scatter-add", "scatter_add", "dot_general", "conv_general_dilated")  # never fused into what reads them
 
 
@@ -51,13 +52,15 @@ def in_order(
 
     Args:
       finished: gradients of the straight program that what comes after them in the backward pass waits for.
-      at_once: a recomputation waits for all gradients before it; else for those before the last one: their sums run beside a block.
+      at_once: a recomputation waits for all gradients before it; else for small ones and those before the last one: their sums over
+        devices run beside a block.
       short: those of them that the next operation of the backward pass waits for, too.
       strays: the compiler starts early what waits for nothing, and puts the loss off.
       stepwise: every operation of the backward pass that reads a cotangent waits for all gradients and operations before it, also in
         bodies of loops in which something is made again.
-      sums: what is kept of rows alone, their sums, is waited for in the forward pass: the compiler makes it in a kernel of its own, from
-        the rows, when the backward pass reads it.
+      sums: as for a compiler that sums in the kernels that make what is summed, or in some of their own when they are read. What is kept
+        of rows alone, their sums, is waited for in the forward pass; cotangents are summed as they are before barriers. Bodies of loops in
+        which something is made again are held to their order too.
     """
     program = Program.after(rewritten)
     bodies = [body for node in walk(rewritten.graph) for body in node.bodies if any(isinstance(n.eqn, BarrierEqn) for n in body.nodes)]
@@ -109,12 +112,14 @@ class _Order:
         self.position = {node.id: k for k, node in enumerate(self.graph.nodes)}
         self.ripe = ripeness(original, self.phase)
         self.readers = readers_of(self.graph)
+        self.maker = {x: node for node in self.graph.nodes for x in node.outputs}
         self.names: dict[int, int] = {}
         self.waits: set[int] = set()  # values that some matmul or loop comes before
         self.unread: dict[int, None] = {}  # results of steps, in order
         self.step: int | None = None  # something small that has waited for the steps so far
         self.results = self._results(original) if strays else set()
         self.sums = self._sums() if sums else set()
+        self.summed = self._summed() if sums else set()
 
     def run(self) -> None:
         nodes: list[Node] = []
@@ -135,9 +140,9 @@ class _Order:
             if loss and node.prim in _WRITTEN and (cotangents := self._cotangents(node)):
                 nodes.append(self._tie([*cotangents[-1:], *loss], node))
                 loss = []
-            read_as(node, {x: self.names[x] for x in node.inputs if isinstance(x, int) and x in self.names})
+            read_as(node, self._names(node))
             if node.backward and isinstance(node.eqn, BarrierEqn):
-                now = {x for x in made if self.at_once or self.program.values[x].nbytes <= _SMALL}
+                now = [x for x in made if self.at_once or self.program.values[x].nbytes <= SMALL]
                 waited, before = [*before, *now], [x for x in made if x not in now]
                 self.names.update(self.program.join(node, {x: self.names.get(x, x) for x in (*waited, *loss)}))
                 self.program.join(node, {x: x for x in self._steps_before()})
@@ -176,14 +181,36 @@ class _Order:
     def _passed(self, barrier: Node) -> None:
         """What steps after a barrier wait for."""
         self.unread.clear()
-        small = [x for x in barrier.outputs if self._floating(x) and self.program.values[x].nbytes <= _SMALL] if self.stepwise else []
+        small = [x for x in barrier.outputs if self._floating(x) and self.program.values[x].nbytes <= SMALL] if self.stepwise else []
         self.step = min(small, key=lambda x: self.program.values[x].nbytes, default=None)
+
+    def _names(self, node: Node) -> dict[int, int]:
+        """What a node reads instead."""
+        read = [x for x in node.inputs if isinstance(x, int)]
+        before = {x: made for x in read if (made := self._before(x)) is not None} if node.id in self.summed else {}
+        return {x: self.names[x] for x in read if x in self.names} | before
+
+    def _before(self, number: int) -> int | None:
+        """A cotangent before the barriers that it has passed; None: it is none."""
+        while (node := self.maker.get(number)) is not None and isinstance(node.eqn, BarrierEqn):
+            number = node.inputs[node.outputs.index(number)]
+        return number if node is not None and node.backward and number not in self.program.origin else None
+
+    def _summed(self) -> set[int]:
+        """Nodes of the backward pass that sum, or whose results sums alone read."""
+        found: set[int] = set()
+        for node in reversed(self.graph.nodes):
+            users = [self.graph.nodes[k].id for x in node.outputs for k in self.readers.get(x, ())]
+            apart = node.prim.startswith("reduce") or (users and found.issuperset(users) and not node.bodies and node.prim not in _WRITTEN)
+            if node.backward and apart and not isinstance(node.eqn, BarrierEqn):
+                found.add(node.id)
+        return found
 
     def _results(self, original: Graph) -> set[int]:
         """What is returned of the forward pass alone."""
         forward = itertools.takewhile(lambda node: not node.backward, self.graph.nodes)
         returned = {out for node in forward for out in node.outputs}.intersection(original.outputs)
-        return {x for x in returned if self._floating(x) and self.values[x].nbytes <= _SMALL}
+        return {x for x in returned if self._floating(x) and self.values[x].nbytes <= SMALL}
 
     def _sums(self) -> set[int]:
         """Values of the forward pass that the backward pass reads, and no operation before it, made of the sum of what it does not read."""
