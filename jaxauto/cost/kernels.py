@@ -193,7 +193,28 @@ class Kernels:
 
     def writes(self, node: Node, number: int, outputs: Set[int], fused: Container[int]) -> bool:
         """Whether a value is written that nothing but kernels reads."""
-        return self.leaves(number) or self.is_spread(number, outputs) or self.is_mask(number) or self.turn(node, number, fused)
+        apart = self.leaves(number) or self.is_spread(number, outputs) or self.is_mask(number) or self.turn(node, number, fused)
+        return apart or self.is_with_convolution(node)
+
+    def is_with_convolution(self, node: Node) -> bool:
+        """Whether cuDNN adds an array to the result of a convolution that nothing else reads: the sum is all that it writes.
+
+        Not to that of one which XLA takes for a gradient (cudnn_fused_conv_rewriter.cc).
+        """
+        if node.prim not in ("add", "add_any") or len({self.values[x].shape for x in node.inputs if isinstance(x, int)}) > 1:
+            return False
+        made = (self.values[x].producer for x in node.inputs if isinstance(x, int) and len(self.values[x].users) == 1)
+        return len(node.inputs) == 2 and any(n is not None and self._is_forward(n) for n in made)
+
+    def _is_forward(self, node: Node) -> bool:
+        """Whether XLA takes a convolution for one of a forward pass: nothing dilated, and no kernel reversed or larger than the result."""
+        if node.prim != "conv_general_dilated" or max(node.params["lhs_dilation"], default=1) > 1 or node.params["batch_group_count"] > 1:
+            return False
+        numbers, (_, kernel), (result,) = node.params["dimension_numbers"], node.inputs, node.outputs
+        window = math.prod(self.values[kernel].shape[d] for d in numbers.rhs_spec[2:])
+        made = self.values[kernel].producer
+        reversed_ = made is not None and made.prim == "rev" and window > 1
+        return not reversed_ and window <= math.prod(self.values[result].shape[d] for d in numbers.out_spec[2:])
 
     def is_mask(self, number: int) -> bool:
         """Whether a value, made of wide arrays, masks one that several kernels read, each of which selects for itself."""

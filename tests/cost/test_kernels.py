@@ -254,3 +254,45 @@ def test_the_gradient_of_logits_lies_over_them_unless_their_dimensions_are_swapp
     wide = [k for k, n in enumerate(buffers.ids) if graph.values[int(n)].elements == 8 * 8 * 32768]
     together = max(sum(buffers.start[k] <= at <= buffers.end[k] for k in wide) for at in range(buffers.length))
     assert together == 1 + bool(swapped)
+
+
+def convolution(x, w, stride=1):
+    return jax.lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def gradient(x, w, stride=1):
+    """In the input, as large as ``x`` times the strides."""
+    shape = (x.shape[0], stride * x.shape[1], stride * x.shape[2], w.shape[2])
+    return jax.vjp(lambda y: convolution(y, w, stride), jnp.zeros(shape))[1](x)[0]
+
+
+def other(x, w):
+    return jnp.sin(x) * 2
+
+
+IMAGE = array(4, 16, 16, 8)
+
+
+@pytest.mark.parametrize(
+    ("made", "window", "written"),
+    [
+        (convolution, (3, 3), True),
+        (gradient, (1, 1), True),  # its kernel needs no reversal
+        (gradient, (3, 3), False),
+        (lambda x, w: gradient(x[:, ::2, ::2], w, 2), (3, 3), False),
+        (other, (3, 3), False),
+    ],
+)
+def test_cudnn_adds_to_what_a_forward_convolution_makes(made, window, written):
+    """The sum is in memory though what reads it could make it; what it was made of is not any more."""
+    graph, buffers = buffers_of(lambda x, y, w: jnp.sin(made(x, w) + y), IMAGE, IMAGE, array(*window, 8, 8), platform="gpu")
+    assert ("add" in made_by(graph, buffers)) is written
+
+
+def test_cudnn_adds_nothing_to_a_convolution_that_others_read_too():
+    def step(x, y, w):
+        made = convolution(x, w)
+        return jnp.sin(made + y), jnp.cos(made)
+
+    graph, buffers = buffers_of(step, IMAGE, IMAGE, array(3, 3, 8, 8), platform="gpu")
+    assert "add" not in made_by(graph, buffers)
