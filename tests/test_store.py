@@ -87,6 +87,8 @@ class TestSaveAndLoad:
             operands={(4, 1): ((), ("model",))},
             kept=(None, frozenset({9, 7})),
             gathered_late={(4, 1): 2, (8, 0): None},
+            in_order=frozenset({5, 6}),
+            short=frozenset({6}),
         )
         changed = dataclasses.replace(plan, decisions=decisions, notes=("one",), program=None)
         assert store.from_dict(json.loads(json.dumps(store.to_dict(changed)))).decisions == decisions

@@ -96,7 +96,7 @@ def _awaited(candidate: Candidate) -> frozenset[int] | None:
     with their update, and to wait for one takes time (2.7 % of a step, GPT-2 medium, unrolled, on v5e): on one device, where something is
     made again for the sake of memory, those are waited for that let much of it go (13 % there). On several CPU devices all are where
     something is made again, and none elsewhere: a word of what is waited for goes from one device to the others. XLA:CPU puts off what
-    sums a norm's gradients too, and what it sums lies there: for those others wait as well.
+    sums a norm's gradients too, and what it sums lies there: for those others wait as well; so does XLA:GPU on several devices.
     """
     model, x = candidate.model, candidate.x
     platform = model.chip.platform
