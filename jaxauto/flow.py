@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from jaxauto.core import OPERATIONS, Graph, LinkKind, Node, OpRule, Value
 from jaxauto.graph import walk
@@ -16,8 +16,14 @@ _SPREADING = frozenset([
 # fmt: on
 
 
-def feeding_operations(graph: Graph, rules: Mapping[int, OpRule]) -> set[int]:
-    """Values that some dot, convolution, gather or scatter still reads, directly or not. The others are results: updates, metrics."""
+_LIGHT = 1 / 64  # of the flops of what made its operand
+
+
+def feeding_operations(graph: Graph, rules: Mapping[int, OpRule], light: Set[int] = frozenset()) -> set[int]:
+    """Values that some dot, convolution, gather or scatter still reads, directly or not. The others are results: updates, metrics.
+
+    ``light``: nodes that do not count as such.
+    """
     order = list(walk(graph))
     feeding: set[int] = set()
     before = -1
@@ -27,9 +33,29 @@ def feeding_operations(graph: Graph, rules: Mapping[int, OpRule]) -> set[int]:
             if node.bodies:
                 feeding |= {link.source for link in node.links if link.target in feeding}
                 continue
-            if rules[node.id].kind in OPERATIONS or any(out in feeding for out in node.outputs):
+            if (rules[node.id].kind in OPERATIONS and node.id not in light) or any(out in feeding for out in node.outputs):
                 feeding |= {x for x in node.inputs if isinstance(x, int)}
     return feeding
+
+
+def light_operations(graph: Graph, rules: Mapping[int, OpRule], dependent: Set[int]) -> set[int]:
+    """Operations of the backward pass that make gradients of what weights are made of, out of theirs: of low-rank factors, say.
+
+    They read one array that depends on the batch (``dependent``), and do a small part of the work that made it; what makes cotangents of
+    layers does about as much as what made those that it reads.
+    """
+    work: dict[int, float] = {}  # value → flops of the operations that made it
+    found: set[int] = set()
+    for node in walk(graph):
+        read = [x for x in node.inputs if isinstance(x, int) and x in dependent]
+        before = max((work.get(x, 0.0) for x in read), default=0.0)
+        if not node.bodies and rules[node.id].kind in OPERATIONS:
+            flops = rules[node.id].flops or 0.0
+            if node.backward and len(read) == 1 and 0 < flops <= _LIGHT * before:
+                found.add(node.id)
+            before = flops
+        work.update(dict.fromkeys(node.outputs, before))
+    return found
 
 
 def data_dependent(graph: Graph, inputs: Sequence[int]) -> set[int]:
