@@ -28,6 +28,7 @@ import numpy as np
 
 from jaxauto.core import Kind, Link, LinkKind, Literal, Node, Value
 from jaxauto.cost.clusters import Found
+from jaxauto.cost.patterns import window_and_result
 from jaxauto.cost.widened import WIDE
 from jaxauto.flow import is_widening
 
@@ -210,11 +211,9 @@ class Kernels:
         """Whether XLA takes a convolution for one of a forward pass: nothing dilated, and no kernel reversed or larger than the result."""
         if node.prim != "conv_general_dilated" or max(node.params["lhs_dilation"], default=1) > 1 or node.params["batch_group_count"] > 1:
             return False
-        numbers, (_, kernel), (result,) = node.params["dimension_numbers"], node.inputs, node.outputs
-        window = math.prod(self.values[kernel].shape[d] for d in numbers.rhs_spec[2:])
-        made = self.values[kernel].producer
-        reversed_ = made is not None and made.prim == "rev" and window > 1
-        return not reversed_ and window <= math.prod(self.values[result].shape[d] for d in numbers.out_spec[2:])
+        window, result = window_and_result(node)
+        made = self.values[node.inputs[1]].producer
+        return window <= result and (window == 1 or made is None or made.prim != "rev")
 
     def is_mask(self, number: int) -> bool:
         """Whether a value, made of wide arrays, masks one that several kernels read, each of which selects for itself."""

@@ -44,14 +44,17 @@ def is_strided(node: Node) -> bool:
 def slides(node: Node) -> bool:
     """A convolution with a window of more than one element, or the gradient in such a kernel: it makes what it reads from what that is
     made of, whatever that takes."""
-    if node.prim != "conv_general_dilated":
-        return False
+    return node.prim == "conv_general_dilated" and min(window_and_result(node)) > 1
+
+
+def window_and_result(node: Node) -> tuple[int, int]:
+    """Places in the window of a convolution, and in its result for each image and feature."""
     numbers = node.params["dimension_numbers"]
-    taps, after = (
+    window, result = (
         math.prod(value.aval.shape[d] for d in spec[2:])
         for value, spec in ((node.eqn.invars[1], numbers.rhs_spec), (node.eqn.outvars[0], numbers.out_spec))
     )
-    return min(taps, after) > 1
+    return window, result
 
 
 def lanes_filled(node: Node) -> float:

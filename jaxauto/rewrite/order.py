@@ -131,8 +131,9 @@ class _Order:
             if kept and node.prim in _WRITTEN and (rows := self._rows(node)):
                 nodes.append(self._tie([*rows[-1:], *kept], node))
                 kept = []
-            tied = self._waiting(node, self._due(node, [*before, *made], loss))
-            made, before = ([x for x in numbers if x not in tied] for numbers in (made, before))
+            tied = self._waiting(node, self._due(node, before, made, loss))
+            if tied:
+                made, before = ([x for x in numbers if x not in tied] for numbers in (made, before))
             tied = tied or self._early(node, place)
             if tied:
                 nodes.append(self._tie(tied, node))
@@ -233,12 +234,12 @@ class _Order:
         read = [] if node.backward else [x for x in node.inputs if isinstance(x, int) and x in self.waits and self._floating(x)]
         return sorted(read, key=lambda x: self.values[x].nbytes)
 
-    def _due(self, node: Node, gradients: list[int], loss: list[int]) -> list[int]:
+    def _due(self, node: Node, before: list[int], made: list[int], loss: list[int]) -> list[int]:
         """What a node has to wait for, of what is there and nothing has waited for."""
         step = node.prim in _WRITTEN and self.finished.isdisjoint(node.outputs)
         if node.bodies or (step and self.stepwise):
-            return [*gradients, *loss]
-        return [x for x in gradients if x in self.short] if step else []
+            return [*before, *made, *loss]
+        return [x for x in (*before, *made) if x in self.short] if step and self.short else []
 
     def _waiting(self, node: Node, made: list[int]) -> list[int]:
         """The largest cotangent that a loop or operation of the backward pass begins with, and the gradients made before it."""

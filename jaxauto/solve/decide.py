@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -59,7 +59,6 @@ def decisions_of(candidate: Candidate) -> Decisions:
             position = np.where(np.isin(model.position(x, e.value), _summed(e)), model.position(x, e.value), there[0])
             operands[node.outputs[0], e.operand] = sharding_of(position, len(e.dims), model.mesh)
     level = candidate.variant.level
-    awaited = _awaited(candidate)
     return Decisions(
         values,
         operands,
@@ -69,8 +68,8 @@ def decisions_of(candidate: Candidate) -> Decisions:
         offloaded=level.offloaded,
         remade=level.remade,
         splits=dict(level.splits),
-        in_order=awaited,
-        short=_short(model, awaited or frozenset()),
+        in_order=_awaited(candidate),
+        short=_short(model),
     )
 
 
@@ -115,12 +114,12 @@ def _awaited(candidate: Candidate) -> frozenset[int] | None:
     return frozenset(found) or None
 
 
-def _short(model: Model, awaited: Set[int]) -> frozenset[int]:
-    """Of several GPUs, gradients that the next operation waits for."""
+def _short(model: Model) -> frozenset[int]:
+    """Of several GPUs, gradients that the next operation waits for; ``_awaited`` has all there."""
     if model.chip.platform != "gpu" or model.mesh.num_devices == 1:
         return frozenset()
     short = short_sums(model.groups.graph, model.mesh.num_devices)
-    return frozenset(value for op, _, value in _finished(model) if value in awaited and op.node.id in short)
+    return frozenset(value for op, _, value in _finished(model) if op.node.id in short)
 
 
 def _local(model: Model, number: int, position: np.ndarray) -> float:
