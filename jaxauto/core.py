@@ -397,7 +397,8 @@ class Decisions:
       in_order: gradients, those summed over devices too, that loops and recomputations of the backward pass wait for
         where the compiler is held to the order of the program (``rewrite/order.py``): all on GPU and CPU; on TPU those summed
         over devices that are much smaller than what is read for them. None where it is not.
-      short: those of them, on several GPUs, that the next operation of the backward pass waits for: a short sum, of much that is read.
+      short: those of them, on several devices, that the next operations of the backward pass wait for: on GPU short sums of much that is
+        read, on TPU what would raise the peak until a loop or recomputation waits for it.
     """
 
     values: Mapping[int, Sharding] = field(default_factory=dict)

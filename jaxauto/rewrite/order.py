@@ -18,15 +18,17 @@ An array that goes through a barrier is read from there on, or the compiler for 
 
 XLA:TPU puts weight gradients off as well, and makes the update with them unless they are summed over devices first. Of those some are
 waited for, that read much more than they are, as the last projection's does, and some on one device that is short of memory
-(``solve/decide.py``); nothing else is held there. Nothing runs beside its sums, and a recomputation waits for all before it: a block
-later the logits still lie there (GPT-2, four layers on eight v5p: 3.74 GiB instead of 3.06, in the same time). Where the update gathers
-moments, it may begin beside the logits instead: a generated step near its least memory went from 223 to 269 MiB.
+(``solve/awaited.py``); nothing else is held there. Nothing runs beside its sums, and a recomputation waits for all before it: a block
+later the logits still lie there (GPT-2, four layers on eight v5p: 3.74 GiB instead of 3.06, in the same time). Where the next
+recomputation is too far, an operation waits once the next such gradient is made: its sum runs beside what makes that. Where the update
+gathers moments, it may begin beside the logits instead: a generated step near its least memory went from 223 to 269 MiB.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence, Set
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -38,34 +40,46 @@ SMALL = 1 << 20  # bytes: a larger result is not held back from where the compil
 _WRITTEN = ("scatter", "scatter-add", "scatter_add", "dot_general", "conv_general_dilated")  # never fused into what reads them
 
 
-def in_order(
-    rewritten: Rewritten,
-    finished: Set[int],
-    *,
-    at_once: bool = True,
-    short: Set[int] = frozenset(),
-    strays: bool = True,
-    stepwise: bool = False,
-    sums: bool = False,
-) -> Rewritten:
+class Habits(NamedTuple):
+    """What a scheduler does that it has to be held back from.
+
+    Attributes:
+      strays: it starts early what waits for nothing, and puts the loss off.
+      beside: sums over devices run beside a block: a recomputation waits for small gradients before it and for those before the last one;
+        else for all.
+      lags: an operation that waits for a short sum waits for all but the last of them, which runs beside it.
+      stepwise: every operation of the backward pass that reads a cotangent waits for all gradients and operations before it, also in
+        bodies of loops in which something is made again.
+      sums: it sums in the kernels that make what is summed, or in some of their own when they are read. What is kept of rows alone, their
+        sums, is waited for in the forward pass; cotangents are summed as they are before barriers. Bodies of loops in which something is
+        made again are held to their order too.
+    """
+
+    strays: bool = True
+    beside: bool = False
+    lags: bool = False
+    stepwise: bool = False
+    sums: bool = False
+
+
+def habits(platform: str, devices: int) -> Habits:
+    """Of XLA for a platform; see the head of the file."""
+    if platform == "tpu":
+        return Habits(strays=False, lags=True)
+    return Habits(beside=devices > 1, sums=True) if platform == "gpu" else Habits(stepwise=devices == 1)
+
+
+def in_order(rewritten: Rewritten, finished: Set[int], habits: Habits, *, short: Set[int] = frozenset()) -> Rewritten:
     """The same program, held to its order.
 
     Args:
       finished: gradients of the straight program that what comes after them in the backward pass waits for.
-      at_once: a recomputation waits for all gradients before it; else for small ones and those before the last one: their sums over
-        devices run beside a block.
       short: those of them that the next operation of the backward pass waits for, too.
-      strays: the compiler starts early what waits for nothing, and puts the loss off.
-      stepwise: every operation of the backward pass that reads a cotangent waits for all gradients and operations before it, also in
-        bodies of loops in which something is made again.
-      sums: as for a compiler that sums in the kernels that make what is summed, or in some of their own when they are read. What is kept
-        of rows alone, their sums, is waited for in the forward pass; cotangents are summed as they are before barriers. Bodies of loops in
-        which something is made again are held to their order too.
     """
     program = Program.after(rewritten)
     bodies = [body for node in walk(rewritten.graph) for body in node.bodies if any(isinstance(n.eqn, BarrierEqn) for n in body.nodes)]
-    for graph in (rewritten.graph, *(bodies if stepwise or sums else ())):
-        _Order(program, graph, finished, at_once=at_once, short=short, strays=strays, stepwise=stepwise, sums=sums).run()
+    for graph in (rewritten.graph, *(bodies if habits.stepwise or habits.sums else ())):
+        _Order(program, graph, finished, short, habits).run()
     return program.rewritten(rewritten.host)
 
 
@@ -92,20 +106,9 @@ def late_conversions(nodes: Sequence[Node], finished: Set[int]) -> list[Node]:
 
 
 class _Order:
-    def __init__(
-        self,
-        program: Program,
-        original: Graph,
-        finished: Set[int],
-        *,
-        at_once: bool,
-        short: Set[int],
-        strays: bool,
-        stepwise: bool,
-        sums: bool,
-    ):
+    def __init__(self, program: Program, original: Graph, finished: Set[int], short: Set[int], habits: Habits):
         self.program, self.graph, self.finished, self.short = program, program.graphs[id(original)], finished, short
-        self.at_once, self.strays, self.stepwise = at_once, strays, stepwise
+        self.habits = habits
         self.graph.nodes = late_conversions(self.graph.nodes, finished)
         self.values = original.values
         self.phase = {node.id: int(node.backward) for node in original.nodes}
@@ -117,9 +120,9 @@ class _Order:
         self.waits: set[int] = set()  # values that some matmul or loop comes before
         self.unread: dict[int, None] = {}  # results of steps, in order
         self.step: int | None = None  # something small that has waited for the steps so far
-        self.results = self._results(original) if strays else set()
-        self.sums = self._sums() if sums else set()
-        self.summed = self._summed() if sums else set()
+        self.results = self._results(original) if habits.strays else set()
+        self.sums = self._sums() if habits.sums else set()
+        self.summed = self._summed() if habits.sums else set()
 
     def run(self) -> None:
         nodes: list[Node] = []
@@ -143,14 +146,14 @@ class _Order:
                 loss = []
             read_as(node, self._names(node))
             if node.backward and isinstance(node.eqn, BarrierEqn):
-                now = [x for x in made if self.at_once or self.program.values[x].nbytes <= SMALL]
+                now = [x for x in made if not self.habits.beside or self.program.values[x].nbytes <= SMALL]
                 waited, before = [*before, *now], [x for x in made if x not in now]
                 self.names.update(self.program.join(node, {x: self.names.get(x, x) for x in (*waited, *loss)}))
                 self.program.join(node, {x: x for x in self._steps_before()})
                 self._passed(node)
                 made, loss = [], []
             made += [x for x in node.outputs if x in self.finished]
-            if self.stepwise:
+            if self.habits.stepwise:
                 self._remember(node)
             if node.bodies or node.prim in _WRITTEN or not self.waits.isdisjoint(x for x in node.inputs if isinstance(x, int)):
                 self.waits.update(node.outputs)
@@ -182,7 +185,7 @@ class _Order:
     def _passed(self, barrier: Node) -> None:
         """What steps after a barrier wait for."""
         self.unread.clear()
-        small = [x for x in barrier.outputs if self._floating(x) and self.program.values[x].nbytes <= SMALL] if self.stepwise else []
+        small = [x for x in barrier.outputs if self._floating(x) and self.program.values[x].nbytes <= SMALL] if self.habits.stepwise else []
         self.step = min(small, key=lambda x: self.program.values[x].nbytes, default=None)
 
     def _names(self, node: Node) -> dict[int, int]:
@@ -237,9 +240,10 @@ class _Order:
     def _due(self, node: Node, before: list[int], made: list[int], loss: list[int]) -> list[int]:
         """What a node has to wait for, of what is there and nothing has waited for."""
         step = node.prim in _WRITTEN and self.finished.isdisjoint(node.outputs)
-        if node.bodies or (step and self.stepwise):
+        if node.bodies or (step and self.habits.stepwise):
             return [*before, *made, *loss]
-        return [x for x in (*before, *made) if x in self.short] if step and self.short else []
+        due = [x for x in (*before, *made) if x in self.short] if step and self.short else []
+        return due[:-1] if self.habits.lags else due
 
     def _waiting(self, node: Node, made: list[int]) -> list[int]:
         """The largest cotangent that a loop or operation of the backward pass begins with, and the gradients made before it."""
@@ -257,7 +261,7 @@ class _Order:
     def _early(self, node: Node, place: int) -> list[int]:
         """The smallest array that an early operation reads, and something no larger than its result that waits for the forward pass."""
         read = [x for x in node.inputs if isinstance(x, int) and self.values[x].shape]
-        if not self.strays or not node.backward or node.prim not in _WRITTEN or not self.waits.isdisjoint(read):
+        if not self.habits.strays or not node.backward or node.prim not in _WRITTEN or not self.waits.isdisjoint(read):
             return []
         tie = cotangent_at(self.program, self.graph, place, self.phase, self.readers, self.position, self.ripe)
         if not read or tie is None or self.values[tie].nbytes > self.values[node.outputs[0]].nbytes:

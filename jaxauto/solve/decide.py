@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from jaxauto.core import Decisions, LinkKind, Node, Sharding
-from jaxauto.cost.order import short_sums
 from jaxauto.graph import walk
-from jaxauto.groups import Edge, Operand, Operation
-from jaxauto.solve.facts import straight_gradients
+from jaxauto.groups import Edge
+from jaxauto.solve.awaited import awaited, short
 from jaxauto.solve.model import Model
 from jaxauto.solve.positions import edge_layout, made_in, reduced_factors
 from jaxauto.solve.search import Candidate
-from jaxauto.strategies import WHOLE, project, sharding_of, shards
-
-_ORDERS = frozenset(["transpose", "reshape", "squeeze", "expand_dims"])
-_MUCH = 0.05  # of all memory at its peak
-_LESS = 0.5  # a gradient that takes no more than this share of what is read for it is written, so that that can go
+from jaxauto.strategies import WHOLE, project, sharding_of
 
 
 def decisions_of(candidate: Candidate) -> Decisions:
@@ -68,8 +62,8 @@ def decisions_of(candidate: Candidate) -> Decisions:
         offloaded=level.offloaded,
         remade=level.remade,
         splits=dict(level.splits),
-        in_order=_awaited(candidate),
-        short=_short(model),
+        in_order=awaited(candidate),
+        short=short(candidate),
     )
 
 
@@ -86,64 +80,6 @@ def _precede(model: Model, late: Iterable[tuple[Node, int]]) -> Iterator[tuple[t
         held = [x for x in b.held.get(others[0], ()) if x in start] if others else []
         last = max(held, key=lambda x: (start[x], -rewritten.graph.values[x].nbytes), default=None)
         yield (node.outputs[0], index), None if last is None else rewritten.origin.get(last, last)
-
-
-def _awaited(candidate: Candidate) -> frozenset[int] | None:
-    """What loops and recomputations of the backward pass wait for (``rewrite/order.py``).
-
-    On TPU, gradients that are summed over devices and take at most half of what is read for them, each of one device's; others are made
-    with their update, and to wait for one takes time (2.7 % of a step, GPT-2 medium, unrolled, on v5e): on one device, where something is
-    made again for the sake of memory, those are waited for that let much of it go (13 % there). On several CPU devices all are where
-    something is made again, and none elsewhere: a word of what is waited for goes from one device to the others. XLA:CPU puts off what
-    sums a norm's gradients too, and what it sums lies there: for those others wait as well; so does XLA:GPU on several devices.
-    """
-    model, x = candidate.model, candidate.x
-    platform = model.chip.platform
-    alone, pressed = model.mesh.num_devices == 1, any(kept is not None for kept in model.variant.kept)
-    if platform != "tpu":
-        finished = [value for _, _, value in _finished(model)] + (_sums(model) if platform == "cpu" or not alone else [])
-        return frozenset(finished) if platform == "gpu" or alone or pressed else None
-    found = set()
-    much = _MUCH * candidate.peak_bytes if pressed and alone else math.inf
-    for op, o, value in _finished(model):
-        read = max((_local(model, i.value, model.operand_position(x, op, i)) for i in op.operands), default=0.0)
-        own = _local(model, o.value, model.position(x, o.value))
-        summed = np.isin(model.state(x, "operation", op.node.id), reduced_factors(op, o)).any()
-        if own <= _LESS * read and (summed or read - own > much):
-            found.add(value)
-    return frozenset(found) or None
-
-
-def _short(model: Model) -> frozenset[int]:
-    """Of several GPUs, gradients that the next operation waits for; ``_awaited`` has all there."""
-    if model.chip.platform != "gpu" or model.mesh.num_devices == 1:
-        return frozenset()
-    short = short_sums(model.groups.graph, model.mesh.num_devices)
-    return frozenset(value for op, _, value in _finished(model) if op.node.id in short)
-
-
-def _local(model: Model, number: int, position: np.ndarray) -> float:
-    """Bytes that one device holds of a value."""
-    return model.values[number].nbytes / float(shards(position[None], model.mesh.sizes)[0])
-
-
-def _finished(model: Model) -> Iterator[tuple[Operation, Operand, int]]:
-    """Gradients of the straight program, but on TPU of loops too, by what makes them.
-
-    Who waits for one that is summed over devices waits for the sum. As the optimizer reads them: an operation writes whatever order of
-    dimensions is asked of it, and is held to what is waited for.
-    """
-    for op, o in straight_gradients(model.groups, model.program.late_only, bodies=model.chip.platform != "tpu"):
-        value = model.values[o.value]
-        while len(value.users) == 1 and value.users[0].prim in _ORDERS and value.users[0].backward:
-            value = model.values[value.users[0].outputs[0]]
-        yield op, o, value.id
-
-
-def _sums(model: Model) -> list[int]:
-    """Gradients that are sums: of what is added to rows, or multiplies them."""
-    reduced = (node for node in walk(model.groups.graph) if node.backward and node.prim == "reduce_sum")
-    return [node.outputs[0] for node in reduced if node.outputs[0] in model.program.late_only]
 
 
 def _made_elsewhere(model: Model, x: np.ndarray) -> Iterator[tuple[int, Sharding]]:

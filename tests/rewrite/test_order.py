@@ -13,7 +13,7 @@ from zoo import STEPS
 from jaxauto.blocks import find_blocks
 from jaxauto.graph import build, walk
 from jaxauto.rewrite.evaluate import evaluator
-from jaxauto.rewrite.order import in_order
+from jaxauto.rewrite.order import Habits, in_order
 from jaxauto.rewrite.program import Rewritten
 from jaxauto.rewrite.recompute import recompute
 from jaxauto.trace import trace
@@ -54,7 +54,7 @@ def barriers(graph):
 
 
 def test_a_scatter_of_constants_waits_for_the_loss(graph):
-    result = in_order(Rewritten(graph, {}), frozenset()).graph
+    result = in_order(Rewritten(graph, {}), frozenset(), Habits()).graph
     (barrier,) = barriers(result)
     assert result.values[barrier.inputs[1]].shape == (), "the loss"
     (scatter,) = (
@@ -66,14 +66,14 @@ def test_a_scatter_of_constants_waits_for_the_loss(graph):
 
 def test_where_nothing_is_started_early_only_gradients_are_waited_for(graph):
     """As for XLA:TPU."""
-    assert not barriers(in_order(Rewritten(graph, {}), frozenset(), at_once=False, strays=False).graph)
-    (barrier,) = barriers(in_order(Rewritten(graph, {}), frozenset([head_gradient(graph)]), at_once=False, strays=False).graph)
+    assert not barriers(in_order(Rewritten(graph, {}), frozenset(), Habits(strays=False)).graph)
+    (barrier,) = barriers(in_order(Rewritten(graph, {}), frozenset([head_gradient(graph)]), Habits(strays=False)).graph)
     assert head_gradient(graph) in barrier.inputs
 
 
 def test_a_backward_loop_waits_for_the_gradients_before_it(graph):
     gradient = head_gradient(graph)
-    result = in_order(Rewritten(graph, {}), frozenset({gradient})).graph
+    result = in_order(Rewritten(graph, {}), frozenset({gradient}), Habits()).graph
     (barrier,) = (b for b in barriers(result) if gradient in b.inputs)
     cotangent = next(out for x, out in zip(barrier.inputs, barrier.outputs, strict=True) if x != gradient)
     (loop,) = (node for node in result.nodes if node.prim == "scan" and node.backward)
@@ -96,7 +96,7 @@ def test_the_backward_pass_waits_for_the_loss(at_once):
     params = {"head": jax.random.normal(jax.random.key(0), (WIDTH, VOCABULARY)), "rate": jnp.ones(())}
     args = params, jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
     graph = build(trace(step, args).jaxpr)
-    result = in_order(Rewritten(graph, {}), frozenset(), at_once=at_once).graph
+    result = in_order(Rewritten(graph, {}), frozenset(), Habits(beside=not at_once)).graph
     leaves = jax.tree.leaves(args)
     for want, got in zip(jax.jit(evaluator(graph))(*leaves), jax.jit(evaluator(result))(*leaves), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)
@@ -132,7 +132,7 @@ def test_a_recomputation_waits_for_the_gradients_before_it(monkeypatch, at_once,
         n.outputs[0] for n in graph.nodes if n.backward and graph.values[n.outputs[0]].shape == (WIDTH, WIDTH) and n.prim == "dot_general"
     ]
     assert len(gradients) == 4
-    result = in_order(rewritten, frozenset(gradients), at_once=at_once)
+    result = in_order(rewritten, frozenset(gradients), Habits(beside=not at_once))
     waited = {x: barrier for barrier in barriers(result.graph) for x in barrier.inputs if x in gradients}
     assert waited
     place = {node.id: k for k, node in enumerate(result.graph.nodes)}
@@ -156,7 +156,7 @@ def test_each_step_of_the_backward_pass_waits_for_the_gradients_before_it(again)
     rewritten = recompute(graph, {k: frozenset() for k, _ in enumerate(find_blocks(graph))}) if again else Rewritten(graph, {})
     dots = [n.outputs[0] for n in graph.nodes if n.backward and n.prim == "dot_general"]
     gradients = [x for x in dots if graph.values[x].shape == (WIDTH, WIDTH)]
-    result = in_order(rewritten, frozenset(gradients), stepwise=True).graph
+    result = in_order(rewritten, frozenset(gradients), Habits(stepwise=True)).graph
     place = {node.id: k for k, node in enumerate(result.nodes)}
     steps = [place[n.id] for n in result.nodes if n.prim == "dot_general" and n.backward and n.outputs[0] in {*dots} - {*gradients}]
     assert len(gradients) == 4 and len(steps) == 3
@@ -169,21 +169,22 @@ def test_each_step_of_the_backward_pass_waits_for_the_gradients_before_it(again)
         np.testing.assert_allclose(got, want, rtol=2e-2)
 
 
-@pytest.mark.parametrize("short", [0, 1, 2])
-def test_the_next_operation_waits_for_a_gradient_whose_sum_is_short(short):
-    """And for no other: nothing is made again here, so nothing else has to be held to an order."""
+@pytest.mark.parametrize("lags", [False, True])
+@pytest.mark.parametrize("short", [0, 1, 2, 3])
+def test_the_next_operation_waits_for_a_gradient_whose_sum_is_short(short, lags):
+    """And for no other: nothing is made again here, so nothing else has to be held to an order. Or it waits for all but the last."""
     args = [jnp.ones((WIDTH, WIDTH))] * 4, jnp.ones((ROWS, WIDTH), jnp.bfloat16)
     graph = build(trace(narrow_step, args).jaxpr)
     dots = [n.outputs[0] for n in graph.nodes if n.backward and n.prim == "dot_general"]
     gradients = [x for x in dots if graph.values[x].shape == (WIDTH, WIDTH)]
     chosen = gradients[:short]
-    result = in_order(Rewritten(graph, {}), frozenset(gradients), at_once=False, short=frozenset(chosen)).graph
+    result = in_order(Rewritten(graph, {}), frozenset(gradients), Habits(beside=True, lags=lags), short=frozenset(chosen)).graph
     place = {node.id: k for k, node in enumerate(result.nodes)}
     steps = [place[n.id] for n in result.nodes if n.prim == "dot_general" and n.backward and n.outputs[0] not in gradients]
     waited = {x: place[b.id] for b in barriers(result) for x in b.inputs if x in gradients}
-    assert [*waited] == chosen
-    for gradient, at in waited.items():
-        made = place[result.values[gradient].producer.id]
+    assert [*waited] == (chosen[:-1] if lags else chosen)
+    for k, (gradient, at) in enumerate(waited.items()):
+        made = place[result.values[chosen[k + 1] if lags else gradient].producer.id]
         assert made < at <= min(k for k in steps if k > made)
     leaves = jax.tree.leaves(args)
     for want, got in zip(jax.jit(evaluator(graph))(*leaves), jax.jit(evaluator(result))(*leaves), strict=True):
@@ -211,8 +212,8 @@ def test_in_steps_and_on_gpus_gradients_in_the_body_of_a_loop_are_waited_for_too
     (loop,) = (node for node in graph.nodes if node.bodies)
     made = [n.outputs[0] for n in loop.bodies[0].nodes if n.backward and n.prim == "dot_general"]
     gradients = frozenset(x for x in made if graph.values[x].shape == (WIDTH, WIDTH))
-    for how, count in (({"stepwise": True}, 2), ({"sums": True}, 2), ({"sums": True, "at_once": False}, 2), ({}, 0)):
-        result = in_order(rewritten, gradients, **how).graph
+    for how, count in ((Habits(stepwise=True), 2), (Habits(sums=True), 2), (Habits(sums=True, beside=True), 2), (Habits(), 0)):
+        result = in_order(rewritten, gradients, how).graph
         (loop,) = (node for node in result.nodes if node.bodies)
         waited = [x for b in barriers(loop.bodies[0]) for x in b.inputs if x in gradients]
         assert len(gradients) == 3 and len(waited) == count
@@ -223,13 +224,13 @@ def test_in_steps_and_on_gpus_gradients_in_the_body_of_a_loop_are_waited_for_too
 
 def test_a_gradient_made_after_the_loop_is_not_waited_for(graph):
     (table,) = (x for x in graph.outputs if isinstance(x, int) and graph.values[x].shape == (VOCABULARY, WIDTH))
-    result = in_order(Rewritten(graph, {}), frozenset({table})).graph
+    result = in_order(Rewritten(graph, {}), frozenset({table}), Habits()).graph
     assert not [b for b in barriers(result) if table in b.inputs]
 
 
 def test_results_are_the_same_bit_for_bit(graph):
     leaves = jax.tree.leaves(arguments())
-    result = in_order(Rewritten(graph, {}), frozenset({head_gradient(graph)})).graph
+    result = in_order(Rewritten(graph, {}), frozenset({head_gradient(graph)}), Habits()).graph
     with jax.disable_jit():
         for want, got in zip(evaluator(graph)(*leaves), evaluator(result)(*leaves), strict=True):
             np.testing.assert_array_equal(got, want)
@@ -241,7 +242,7 @@ def test_steps_of_the_zoo(name):
     graph = build(trace(zoo_step, args).jaxpr)
     finished = frozenset(out for node in graph.nodes if node.backward and node.prim == "dot_general" for out in node.outputs)
     before = [(node.id, node.inputs, node.outputs) for node in walk(graph)]
-    result = in_order(Rewritten(graph, {}), finished)
+    result = in_order(Rewritten(graph, {}), finished, Habits())
     assert [(node.id, node.inputs, node.outputs) for node in walk(graph)] == before, "the graph that came in is as it was"
     for new, old in result.origin.items():
         assert result.graph.values[new].shape == graph.values[old].shape
@@ -277,10 +278,10 @@ def test_in_steps_each_waits_for_all_before_it_and_for_what_is_not_read_yet():
     products = [
         n.outputs[0] for n in graph.nodes if n.backward and n.prim == "dot_general" and graph.values[n.outputs[0]].shape == (WIDTH,) * 2
     ]
-    result = in_order(Rewritten(graph, {}), frozenset(sums), stepwise=True).graph
+    result = in_order(Rewritten(graph, {}), frozenset(sums), Habits(stepwise=True)).graph
     assert sums and len(products) == 6 and chained(result)
     assert len({*products} & {x for b in barriers(result) for x in b.inputs}) > 1
-    assert not {*products} & {x for b in barriers(in_order(Rewritten(graph, {}), frozenset(sums)).graph) for x in b.inputs}
+    assert not {*products} & {x for b in barriers(in_order(Rewritten(graph, {}), frozenset(sums), Habits()).graph) for x in b.inputs}
     leaves = jax.tree.leaves(args)
     for want, got in zip(jax.jit(evaluator(graph))(*leaves), jax.jit(evaluator(result))(*leaves), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
@@ -303,7 +304,7 @@ def test_the_sums_of_rows_that_alone_are_kept_are_waited_for_in_the_forward_pass
     rows = {n.outputs[0] for n in graph.nodes if not n.backward and graph.values[n.outputs[0]].shape == (ROWS, 1)}
     blocks = find_blocks(graph)
     rewritten = recompute(graph, {k: frozenset(rows & {*block.made}) for k, block in enumerate(blocks)})
-    result = in_order(rewritten, frozenset(), sums=sums).graph
+    result = in_order(rewritten, frozenset(), Habits(sums=sums)).graph
     forward = [b for b in barriers(result) if {*b.inputs} & rows and not any(n.backward for n in result.nodes[: result.nodes.index(b)])]
     assert bool(forward) is sums
     for barrier in forward:
@@ -332,7 +333,7 @@ def test_a_cotangent_is_summed_as_it_was_before_the_barrier(sums):
     args = [(0.1 * jax.random.normal(key, (WIDTH, VOCABULARY)), jnp.ones(WIDTH)) for key in keys], jnp.ones((ROWS, WIDTH))
     graph = build(trace(step, args).jaxpr)
     rewritten = recompute(graph, {k: frozenset() for k, _ in enumerate(find_blocks(graph))})
-    result = in_order(rewritten, frozenset(), sums=sums).graph
+    result = in_order(rewritten, frozenset(), Habits(sums=sums)).graph
     passed = {y: x for b in barriers(result) for x, y in zip(b.inputs, b.outputs, strict=True)}
     (*_, last) = (n for n in result.nodes if n.prim == "reduce_sum" and n.backward and result.values[n.inputs[0]].shape == (ROWS, WIDTH))
     (product,) = (n for n in result.nodes if last.inputs[0] in n.outputs)

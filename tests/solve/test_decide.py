@@ -111,7 +111,7 @@ def test_one_tpu_waits_for_a_gradient_that_lets_much_memory_go_where_there_is_li
 def test_on_tpu_a_recomputation_waits_for_all_gradients_before_it(monkeypatch, target, at_once):
     """No sum runs beside the block there, as it does on several GPUs; what is read for a gradient lies there until it is made."""
     asked = []
-    told = lambda *rest, **how: asked.append(how["at_once"]) or in_order(*rest, **how)  # noqa: E731
+    told = lambda graph, finished, habits, **how: asked.append(not habits.beside) or in_order(graph, finished, habits, **how)  # noqa: E731
     monkeypatch.setattr("jaxauto.rewrite.apply.in_order", told)
     step, args = STEPS["transformer_loop"]()
     plan = jaxauto.plan(step, *args, target=target, certify=False, progress=False)

@@ -1,0 +1,80 @@
+"""What the backward pass waits for, by platform and by how little memory there is; what waits is tested in ``rewrite/test_order.py``."""
+
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxauto
+from jaxauto.solve.awaited import _too_late
+
+WIDTH, LAYERS, ROWS = 512, 8, 131072
+
+
+def scaled_step(params, x):
+    """Residual blocks, the branches of which are scaled."""
+
+    def loss(params):
+        y = x
+        for into, out, scale in params:
+            y = y + scale * (jnp.tanh(jnp.tanh(y @ into)) @ out)
+        return jnp.mean(jnp.sin(y).astype(jnp.float32))
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def plans(target, devices, *, share=None):
+    """Nothing recomputed; or under a share of the memory that this takes."""
+    of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    args = [(of((WIDTH, 4 * WIDTH)), of((4 * WIDTH, WIDTH)), of((WIDTH,)))] * LAYERS, of((ROWS * devices // 8, WIDTH))
+    make = functools.partial(jaxauto.plan, scaled_step, *args, target=target, mesh={"data": devices}, certify=False, progress=False)
+    roomy = make(remat="off")
+    return roomy if share is None else make(memory_budget=share * roomy.estimate.peak_memory)
+
+
+def shapes(plan, numbers):
+    values = plan._bound().solved.best.model.values
+    return [values[x].shape for x in sorted(numbers or ())]
+
+
+@pytest.mark.parametrize("target", ["v5e:2x4", "h100:8", "v5e:1x1"])
+def test_sums_are_waited_for_on_gpus_and_on_tpus_where_they_would_raise_the_peak(target):
+    """One TPU has none of them to send."""
+    plan = plans(target, 1 if target == "v5e:1x1" else 8)
+    count = shapes(plan, plan.decisions.in_order).count((WIDTH,))
+    assert {"v5e:1x1": count == 0, "v5e:2x4": 0 < count < LAYERS, "h100:8": count == 2 * LAYERS}[target]
+    assert (WIDTH,) not in shapes(plan, plan.decisions.short) or target == "h100:8"
+
+
+@pytest.mark.parametrize("share", [None, 0.6])
+def test_operations_on_tpus_wait_where_no_recomputation_does_it_soon(share):
+    """With something made again in each block, there is little to wait for; with nothing, all of the pass lies ahead."""
+    plan = plans("v5e:2x4", 8, share=share)
+    again = any(d.action == "recomputed" for d in plan.remat)
+    assert again is (share is not None)
+    assert plan.decisions.short <= plan.decisions.in_order
+    assert (len(plan.decisions.short) <= 1) is again
+
+
+@pytest.mark.parametrize(
+    ("live", "late"),
+    [
+        ([12, 8, 4, 12, 12, 12], []),
+        ([12, 10, 4, 1, 1, 1], [0]),
+        ([12, 8, 7, 1, 1, 1], [1]),  # with what the first reads there would be 13
+        ([12, 10, 7, 1, 1, 1], [0]),  # the first is not put off, so the second can be
+    ],
+)
+def test_what_would_raise_the_peak_is_too_late(monkeypatch, live, late):
+    """Three gradients, each of an array of 3 bytes that is read there last; a loop waits for them at the fourth position."""
+    nodes = [SimpleNamespace(id=k, backward=True) for k in range(6)]
+    places = {node.id: node.id for node in nodes}
+    buffers = SimpleNamespace(ids=np.arange(3), start=np.zeros(3, int), end=np.arange(3), position=places, loop_start={3: 3})
+    variant = SimpleNamespace(rewritten=SimpleNamespace(graph=SimpleNamespace(nodes=nodes)))
+    model = SimpleNamespace(buffers=buffers, variant=variant, buffer_sizes=lambda x: np.full(3, 3.0))
+    monkeypatch.setattr("jaxauto.solve.awaited.timeline", lambda model, x: np.array(live, float))
+    gradients = [(node, node.id, (node.id,)) for node in nodes[:3]]
+    assert [*_too_late(SimpleNamespace(model=model, x=None), gradients, [nodes[3]])] == late
