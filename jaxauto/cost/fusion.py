@@ -28,6 +28,7 @@ from jaxauto.cost.liveness import Beside, Buffers, fill_early, fill_together, ta
 from jaxauto.cost.order import in_donated, schedule, short_sums
 from jaxauto.cost.patterns import (
     is_bound,
+    is_of_images,
     is_only_narrowed,
     is_shared,
     is_shifted,
@@ -340,6 +341,8 @@ class _Fusion:
         if self.clusters and self.kind(user) in FUSING:
             if slides(user) and any(self.kind(u) is Kind.REDUCE for u in value.users):
                 return True  # a bias's gradient: written beside the sum
+            if is_of_images(value, user, roots, self.values):
+                return True
             dots = sum(self.kind(u) in FUSING and not slides(u) for u in value.users)
             heavy, rate = value.id in self.heavy, self.ops_per_byte if value.id in self.dear else 0.0
             return dots > 1 and is_shared(value, roots, self.values, dots, narrowed=self.narrowed, heavy=heavy, ops_per_byte=rate)

@@ -14,7 +14,7 @@ from jaxauto.flow import is_widening
 
 ROW = 4096  # elements: a softmax over as many does not fuse with the dot that makes its operand
 LONG = 4096  # elements: over more it writes no exp either
-_LANES = 128
+_LANES, _SUBLANES = 128, 8
 DEPTH = 112  # elements of a head dimension: seen fused up to here, apart from 127 on
 # XLA:TPU makes a value in each dot that reads it where that moves less than this share of the bytes of writing it once. More is made again
 # with transcendentals where the vector unit does many operations while HBM moves a byte: on v5e (7.5), not on v5p (5.2): bench_shared.py
@@ -96,6 +96,18 @@ def is_turned(value: Value, roots: Iterable[int], values: Mapping[int, Value]) -
     read = (values[x].producer for dot in dots for x in dot.inputs if isinstance(x, int) and x != value.id)
     made = (user for dot in dots for out in dot.outputs for user in values[out].users)
     return summed and any(node is not None and node.bodies for node in (*read, *made))
+
+
+def is_of_images(value: Value, user: Node, roots: Iterable[int], values: Mapping[int, Value]) -> bool:
+    """Rows of images that a dot reads, made of what a convolution makes.
+
+    XLA:TPU lays a convolution's images by rows and columns, then by batch, and a dot's operand by its rows, unless that pads them: what is
+    between is written, in the convolution's order. Seen in ConvNeXts: of 56 columns it is, of 28, which make no whole tiles, it is not.
+    """
+    if user.prim != "dot_general" or len(value.shape) < 4 or value.shape[-2] % _SUBLANES:
+        return False
+    made = (values[r].producer for r in roots if values[r].shape == value.shape)
+    return any(node is not None and node.prim == "conv_general_dilated" for node in made)
 
 
 def _longest(value: Value, sums: Sequence[Node]) -> float:

@@ -195,6 +195,19 @@ def test_a_barrier_keeps_the_type_that_a_cpu_widens(passed, bytes_):
     assert buffers.bytes_[buffers.ids == made].tolist() == [bytes_ * 32 * 32]
 
 
+@pytest.mark.parametrize(("columns", "convolved", "written"), [(56, True, True), (28, True, False), (56, False, False)])
+def test_what_a_dot_reads_of_images_is_written_where_a_convolution_lays_them_otherwise(columns, convolved, written):
+    """As compiled for v5e: beside a convolution's result its normalised rows are kept, unless columns make no whole tiles."""
+
+    def fn(x, kernel, w):
+        y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) if convolved else x @ w
+        return jnp.tanh(y - y.mean(-1, keepdims=True)) @ w
+
+    args = array(8, columns, columns, 32), array(3, 3, 32, 32), array(32, 32)
+    graph, buffers = buffers_of(fn, *args, platform="tpu")
+    assert ("tanh" in made_by(graph, buffers)) is written
+
+
 def test_what_is_made_from_one_array_is_made_again_for_each_user():
     def fn(x):
         e = jnp.exp(x @ x)
