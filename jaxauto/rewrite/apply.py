@@ -24,7 +24,7 @@ from jaxauto.masks import kept_masks
 from jaxauto.rewrite import for_gpu
 from jaxauto.rewrite.evaluate import Pins, evaluator
 from jaxauto.rewrite.offload import offload
-from jaxauto.rewrite.order import habits, in_order
+from jaxauto.rewrite.order import habits_of, in_order
 from jaxauto.rewrite.passage import bring
 from jaxauto.rewrite.program import Rewritten
 from jaxauto.rewrite.recompute import recompute
@@ -53,7 +53,7 @@ def apply(graph: Graph, decisions: Decisions, mesh: Any, platform: str = "") -> 
     rewritten = offload(made_again, decisions.offloaded)
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else platform
     if decisions.in_order is not None:
-        rewritten = in_order(rewritten, decisions.in_order, habits(platform, mesh.size), short=decisions.short)
+        rewritten = in_order(rewritten, decisions.in_order, habits_of(platform, mesh.size), short=decisions.short)
     rewritten = sink(rewritten)
     return evaluator(rewritten.graph, _Constraints(decisions, mesh, rewritten, platform))
 

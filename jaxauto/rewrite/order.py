@@ -62,7 +62,7 @@ class Habits(NamedTuple):
     sums: bool = False
 
 
-def habits(platform: str, devices: int) -> Habits:
+def habits_of(platform: str, devices: int) -> Habits:
     """Of XLA for a platform; see the head of the file."""
     if platform == "tpu":
         return Habits(strays=False, lags=True)
