@@ -396,7 +396,7 @@ class Decisions:
       splits: block → its trips, where they differ in what they keep; ``kept`` says what the first of them keep.
       in_order: gradients, those summed over devices too, that loops and recomputations of the backward pass wait for
         where the compiler is held to the order of the program (``rewrite/order.py``): all on GPU and CPU; on TPU those summed
-        over devices that are much smaller than what is read for them. None where it is not.
+        over devices that are much smaller than what is read for them. None where it is not, on CPU.
       short: those of them, on several devices, that the next operations of the backward pass wait for: on GPU short sums of much that is
         read, on TPU what would raise the peak until a loop or recomputation waits for it.
     """

@@ -21,7 +21,8 @@ waited for, that read much more than they are, as the last projection's does, an
 (``solve/awaited.py``); nothing else is held there. Nothing runs beside its sums, and a recomputation waits for all before it: a block
 later the logits still lie there (GPT-2, four layers on eight v5p: 3.74 GiB instead of 3.06, in the same time). Where the next
 recomputation is too far, an operation waits once the next such gradient is made: its sum runs beside what makes that. Where the update
-gathers moments, it may begin beside the logits instead: a generated step near its least memory went from 223 to 269 MiB.
+gathers moments, it may begin beside the logits instead: a generated step near its least memory went from 223 to 269 MiB. What XLA:TPU
+could start long before its place is held to that (``ahead.py``).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import jax.numpy as jnp
 
 from jaxauto.core import Graph, Node
 from jaxauto.graph import BarrierEqn, walk
+from jaxauto.rewrite.ahead import Ahead
 from jaxauto.rewrite.program import Program, Rewritten, cotangent_at, read_as, readers_of, renamed, ripeness
 
 SMALL = 1 << 20  # bytes: a larger result is not held back from where the compiler wants to make it, nor is its sum waited for at once
@@ -53,6 +55,7 @@ class Habits(NamedTuple):
       sums: it sums in the kernels that make what is summed, or in some of their own when they are read. What is kept of rows alone, their
         sums, is waited for in the forward pass; cotangents are summed as they are before barriers. Bodies of loops in which something is
         made again are held to their order too.
+      hurries: it starts operations of the backward pass as soon as what they read is there (``ahead.py``).
     """
 
     strays: bool = True
@@ -60,12 +63,13 @@ class Habits(NamedTuple):
     lags: bool = False
     stepwise: bool = False
     sums: bool = False
+    hurries: bool = False
 
 
 def habits_of(platform: str, devices: int) -> Habits:
     """Of XLA for a platform; see the head of the file."""
     if platform == "tpu":
-        return Habits(strays=False, lags=True)
+        return Habits(strays=False, lags=True, hurries=True)
     return Habits(beside=devices > 1, sums=True) if platform == "gpu" else Habits(stepwise=devices == 1)
 
 
@@ -120,6 +124,7 @@ class _Order:
         self.waits: set[int] = set()  # values that some matmul or loop comes before
         self.unread: dict[int, None] = {}  # results of steps, in order
         self.step: int | None = None  # something small that has waited for the steps so far
+        self.ahead = Ahead(program, self.graph, _WRITTEN) if habits.hurries else None
         self.results = self._results(original) if habits.strays else set()
         self.sums = self._sums() if habits.sums else set()
         self.summed = self._summed() if habits.sums else set()
@@ -138,6 +143,8 @@ class _Order:
             if tied:
                 made, before = ([x for x in numbers if x not in tied] for numbers in (made, before))
             tied = tied or self._early(node, place)
+            if self.ahead:
+                tied = [*tied, *self.ahead.held_to(node, self.names)]
             if tied:
                 nodes.append(self._tie(tied, node))
                 loss = [x for x in loss if x not in tied]
@@ -155,6 +162,8 @@ class _Order:
             made += [x for x in node.outputs if x in self.finished]
             if self.habits.stepwise:
                 self._remember(node)
+            if self.ahead:
+                self.ahead.passed(node)
             if node.bodies or node.prim in _WRITTEN or not self.waits.isdisjoint(x for x in node.inputs if isinstance(x, int)):
                 self.waits.update(node.outputs)
             nodes.append(node)
@@ -169,6 +178,8 @@ class _Order:
         barrier, passed = self.program.barrier(list(dict.fromkeys(numbers)), near)
         self.names.update({x: passed[self.names.get(x, x)] for x in tied})
         self._passed(barrier)
+        if self.ahead:
+            self.ahead.passed(barrier)
         return barrier
 
     def _remember(self, node: Node) -> None:

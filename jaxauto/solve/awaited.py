@@ -29,7 +29,7 @@ _LESS = 0.5  # a gradient that takes no more than this share of what is read for
 
 
 def awaited(candidate: Candidate) -> frozenset[int] | None:
-    """What loops and recomputations of the backward pass wait for (``rewrite/order.py``).
+    """What loops and recomputations of the backward pass wait for (``rewrite/order.py``); None: the compiler is held to no order.
 
     On TPU, gradients that are summed over devices and take at most half of what is read for them, each of one device's; others are made
     with their update, and to wait for one takes time (2.7 % of a step, GPT-2 medium, unrolled, on v5e): on one device, where something is
@@ -47,7 +47,7 @@ def awaited(candidate: Candidate) -> frozenset[int] | None:
         return frozenset(finished) if platform == "gpu" or alone or pressed else None
     much = _MUCH * candidate.peak_bytes if pressed and alone else math.inf
     small = frozenset(g.value for g, spared, summed in _small(candidate) if summed or spared > much)
-    return small | (frozenset() if alone else frozenset(_sums_too_late(candidate))) or None
+    return small | (frozenset() if alone else frozenset(_sums_too_late(candidate)))
 
 
 def short(candidate: Candidate) -> frozenset[int]:
