@@ -49,11 +49,12 @@ def apply(graph: Graph, decisions: Decisions, mesh: Any, platform: str = "") -> 
       platform: whose compiler it is for, where ``mesh`` is abstract: ``"tpu" | "gpu" | "cpu"``.
     """
     chosen = {b: kept for b, kept in enumerate(decisions.kept) if kept is not None}
-    made_again = recompute(graph, chosen, decisions.remade, splits=decisions.splits) if chosen or decisions.splits else Rewritten(graph, {})
+    pressed = bool(chosen or decisions.splits)
+    made_again = recompute(graph, chosen, decisions.remade, splits=decisions.splits) if pressed else Rewritten(graph, {})
     rewritten = offload(made_again, decisions.offloaded)
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else platform
     if decisions.in_order is not None:
-        rewritten = in_order(rewritten, decisions.in_order, habits_of(platform, mesh.size), short=decisions.short)
+        rewritten = in_order(rewritten, decisions.in_order, habits_of(platform, mesh.size, pressed=pressed), short=decisions.short)
     rewritten = sink(rewritten)
     return evaluator(rewritten.graph, _Constraints(decisions, mesh, rewritten, platform))
 

@@ -21,8 +21,8 @@ waited for, that read much more than they are, as the last projection's does, an
 (``solve/awaited.py``); nothing else is held there. Nothing runs beside its sums, and a recomputation waits for all before it: a block
 later the logits still lie there (GPT-2, four layers on eight v5p: 3.74 GiB instead of 3.06, in the same time). Where the next
 recomputation is too far, an operation waits once the next such gradient is made: its sum runs beside what makes that. Where the update
-gathers moments, it may begin beside the logits instead: a generated step near its least memory went from 223 to 269 MiB. What XLA:TPU
-could start long before its place is held to that (``ahead.py``).
+gathers moments, it may begin beside the logits instead: a generated step near its least memory went from 223 to 269 MiB. Where something
+is made again, what XLA:TPU could start long before its place is held to that (``ahead.py``): to be held takes time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Habits(NamedTuple):
       sums: it sums in the kernels that make what is summed, or in some of their own when they are read. What is kept of rows alone, their
         sums, is waited for in the forward pass; cotangents are summed as they are before barriers. Bodies of loops in which something is
         made again are held to their order too.
-      hurries: it starts operations of the backward pass as soon as what they read is there (``ahead.py``).
+      hurries: it starts operations of the backward pass as soon as what they read is there, and the memory is short (``ahead.py``).
     """
 
     strays: bool = True
@@ -66,10 +66,10 @@ class Habits(NamedTuple):
     hurries: bool = False
 
 
-def habits_of(platform: str, devices: int) -> Habits:
-    """Of XLA for a platform; see the head of the file."""
+def habits_of(platform: str, devices: int, *, pressed: bool = False) -> Habits:
+    """Of XLA for a platform; see the head of the file. ``pressed``: something is made again for the sake of memory."""
     if platform == "tpu":
-        return Habits(strays=False, lags=True, hurries=True)
+        return Habits(strays=False, lags=True, hurries=pressed)
     return Habits(beside=devices > 1, sums=True) if platform == "gpu" else Habits(stepwise=devices == 1)
 
 

@@ -59,19 +59,20 @@ def arguments(rows):
 
 
 @pytest.mark.parametrize(
-    ("step", "rows", "platform", "held"),
+    ("step", "rows", "platform", "pressed", "held"),
     [
-        (skips, ROWS, "tpu", LAYERS - 1),  # the backward pass begins with the last one
-        (skips, ROWS // 2, "tpu", 0),  # 1 MiB
-        (skips, ROWS, "gpu", 0),
-        (layered, ROWS, "tpu", 0),
-        (attention, ROWS, "tpu", 0),
+        (skips, ROWS, "tpu", True, LAYERS - 1),  # the backward pass begins with the last one
+        (skips, ROWS, "tpu", False, 0),
+        (skips, ROWS // 2, "tpu", True, 0),  # 1 MiB
+        (skips, ROWS, "gpu", True, 0),
+        (layered, ROWS, "tpu", True, 0),
+        (attention, ROWS, "tpu", True, 0),
     ],
 )
-def test_what_could_start_early_waits(step, rows, platform, held):
+def test_what_could_start_early_waits(step, rows, platform, pressed, held):
     args = arguments(rows)
     graph = build(trace(step, args).jaxpr)
-    result = in_order(Rewritten(graph, {}), frozenset(), habits_of(platform, 1)).graph
+    result = in_order(Rewritten(graph, {}), frozenset(), habits_of(platform, 1, pressed=pressed)).graph
     found = [node for node in result.nodes if node.prim == "optimization_barrier" and node.backward]
     assert len(found) == held
     readers = [next(n for n in result.nodes if n.prim == "dot_general" and not {*n.inputs}.isdisjoint(b.outputs)) for b in found]
@@ -84,7 +85,7 @@ def test_what_could_start_early_waits(step, rows, platform, held):
 def test_each_waits_for_what_the_operation_before_it_has_read():
     args = arguments(ROWS)
     graph = build(trace(skips, args).jaxpr)
-    result = in_order(Rewritten(graph, {}), frozenset(), habits_of("tpu", 1)).graph
+    result = in_order(Rewritten(graph, {}), frozenset(), habits_of("tpu", 1, pressed=True)).graph
     place = {node.id: k for k, node in enumerate(result.nodes)}
     maker = {x: node for node in result.nodes for x in node.outputs}
     for barrier in (node for node in result.nodes if node.prim == "optimization_barrier" and node.backward):
