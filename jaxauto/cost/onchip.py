@@ -2,9 +2,7 @@
 
 An array stays on chip from where it is made, or from one use of it, to the next use, if that comes soon enough and there is room. The
 compiler goes through the arrays by what HBM traffic each would save for the root of its size; so do we. What it does not do is keep an
-array for longer than it takes to copy on-chip memory full a few times (``xla_msa_max_overlap_to_mem_size_async_copy_ratio``). What is
-used for longer has a place in HBM too, as the cotangent of a sum of skips (all but a few of what is on chip alone in the programs of
-accuracy.md for v5e is used up sooner).
+array for longer than it takes to copy on-chip memory full a few times (``xla_msa_max_overlap_to_mem_size_async_copy_ratio``).
 What all trips of a loop read is an array of each trip too, unless it stays throughout. What a trip takes from a stack comes from HBM for
 each use, unless the stack stays throughout: its slice is made in the fusion that reads it. Where two cores share a device, fusions without
 a dot alone leave results there, and no stack stays.
@@ -301,8 +299,6 @@ class _Placement:
             at = until if here else use.position
             held = at if here else -1
             array.stays = array.stays and use.near
-        if array.stays and array.begin is not None:
-            array.stays = self.now[max(at - 1, 0)] - self.now[array.begin] <= self.patience
 
     def _room(self, size: float, at: int, use: int, until: int, held: int) -> bool:
         """Whether an array can stay until it is used, or until the loop ends that uses it; takes the room, which it has at ``held``."""

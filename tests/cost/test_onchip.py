@@ -73,24 +73,6 @@ def test_what_is_used_long_after_goes_to_hbm(between, stays):
     assert ((first.id, first.outputs[0]) in placed.near.written) is stays
 
 
-@pytest.mark.parametrize(("uses", "alone"), [(3, True), (8, False)])
-def test_what_is_used_for_long_has_a_place_in_hbm_too(uses, alone):
-    """Each use finds it on chip: three dots lie between them, 0.3 ms."""
-
-    def often(x, w):
-        y = x @ w
-        z = y
-        for _ in range(uses):
-            z = (z @ w @ w) @ y
-        return z
-
-    graph, _, placed = found(often, array(2048, 2048), array(2048, 2048))
-    (first, *others) = dots(graph)
-    shared = first.outputs[0]
-    assert all((node.id, shared) in placed.near.read for node in others if shared in node.inputs)
-    assert ((first.id, shared) in placed.near.written) is alone
-
-
 def test_the_second_of_two_uses_finds_what_was_read_from_hbm_near():
     graph, _, placed = found(lambda x, w: (x @ w).sum() + (w @ x).sum(), array(512, 512), array(512, 512))
     first, second = dots(graph)
