@@ -7,7 +7,6 @@ A cluster is one dot and the fused values that are made of its result before ano
 - on one device the optimizer is part of it, with the gradient that the dot makes                               ``Clusters._goes_along``
 - an elementwise operand is not written either: a dot or convolution reads what that is made of                  ``Clusters.feed``
 - what is made of the same arrays, or of each other, is made in one pass that reads each array once              ``Clusters._read_once``
-- a sum with a dot's result that is to come is made so far: a fusion has one dot                                  ``is_sum_so_far``
 - one of several results of one fusion is not written over by what reads it last                                 ``Clusters.in_tuple``
 - HBM traffic runs beside the flops: of B bytes only what exceeds ``flops * bytes_per_flop`` costs time            ``Clusters._charge``
 """
@@ -16,7 +15,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Container, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from jaxauto.core import MATRIX, Kind, Node, OpRule, Value
@@ -24,7 +23,6 @@ from jaxauto.cost.liveness import Beside
 from jaxauto.cost.patterns import ROW, is_flat, lanes_filled, sums_later
 
 FUSING = MATRIX
-WRITES = FUSING | {Kind.GATHER, Kind.SCATTER, Kind.SCAN, Kind.OPAQUE, Kind.CONTROL, Kind.REDUCE}
 _APART = FUSING | {Kind.GATHER, Kind.SCATTER, Kind.OPAQUE}
 _SUMS = frozenset({"add", "add_any"})
 _WALLS = frozenset({"optimization_barrier", "scan", "while", "cond"})
@@ -52,35 +50,6 @@ class _Cluster:
     stored: list[int] = field(default_factory=list)
     read: set[int] = field(default_factory=set)
     fed: dict[int, frozenset[int]] = field(default_factory=dict)  # elementwise operand → what it is made of
-
-
-def is_sum_so_far(value: Value, roots: Set[int], values: Mapping[int, Value], kind: Callable[[Node], Kind], placed: Container[int]) -> bool:
-    """Whether a value that is made of a dot's result and more is read elementwise beside what a dot to come makes, and by nothing else.
-
-    It is made in the fusion of the last dot of it: of the others none is there when that comes (skips of a WaveNet).
-
-    Args:
-      roots: what the value is made of. placed: nodes that are there already.
-    """
-    if len(value.users) != 1 or kind(user := value.users[0]) in WRITES:
-        return False
-    wide = [r for r in roots if 2 * values[r].elements >= value.elements]
-    makers = (values[r].producer for r in wide)
-    if len(wide) < 2 or not any(node is not None and kind(node) in FUSING for node in makers):
-        return False
-
-    waiting, seen = [x for x in user.inputs if x != value.id], set()
-    while waiting:
-        if not isinstance(x := waiting.pop(), int) or x in seen or 2 * values[x].elements < value.elements:
-            continue
-        seen.add(x)
-        node = values[x].producer
-        if node is None or node.id in placed or ((made := kind(node)) in WRITES and made not in FUSING):
-            continue
-        if made in FUSING:
-            return True
-        waiting += node.inputs
-    return False
 
 
 class Clusters:

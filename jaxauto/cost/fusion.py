@@ -22,7 +22,7 @@ from functools import partial
 import numpy as np
 
 from jaxauto.core import OPERATIONS, Graph, Kind, Link, LinkKind, Node, OpRule, Value
-from jaxauto.cost.clusters import FUSING, WRITES, Clusters, is_sum_so_far
+from jaxauto.cost.clusters import FUSING, Clusters
 from jaxauto.cost.kernels import Kernels
 from jaxauto.cost.liveness import Beside, Buffers, fill_early, fill_together, take_over
 from jaxauto.cost.order import in_donated, schedule, short_sums
@@ -46,7 +46,8 @@ from jaxauto.masks import hashes, kept_masks
 from jaxauto.rewrite.away import fetched
 from jaxauto.rewrite.narrow import only_multiplied
 
-_READS = WRITES - {Kind.REDUCE}
+_WRITES = frozenset({Kind.DOT, Kind.CONV, Kind.GATHER, Kind.SCATTER, Kind.SCAN, Kind.OPAQUE, Kind.CONTROL, Kind.REDUCE})
+_READS = _WRITES - {Kind.REDUCE}
 _MAX_ROOTS = 32
 # What a compiler does not make again for each reader. Seen in schedules: TPU keeps scores and makes exp(scores) twice, CPU keeps the exp.
 MADE_ONCE = {
@@ -235,7 +236,7 @@ class _Fusion:
         operands = [x for x in node.inputs if isinstance(x, int)]
         roots = self.roots(operands[0]) if len(operands) == 1 else frozenset().union(*map(self.roots, operands))
         inside = self.kernels is not None and kind is Kind.REDUCE and self.kernels.is_inside(node, number, outputs, self.virtual)
-        fused = [] if (writes := kind in WRITES and not inside) else [x for x in operands if x in self.virtual]
+        fused = [] if (writes := kind in _WRITES and not inside) else [x for x in operands if x in self.virtual]
         once = self.kernels.is_made_once(node) if self.kernels else self.rounded is not None and self.rounded.is_made_once(node, value)
         dear = kind in self.made_once or once
         if dear or not self.costly.isdisjoint(fused):
@@ -258,7 +259,6 @@ class _Fusion:
             self.write_for_one(operands)
         drawn = number in self.drawn or (self.rounded and hashes(node))
         wanted = writes or drawn or any(self.is_read(value, u, roots) for u in value.users)
-        wanted = wanted or (self.clusters is not None and is_sum_so_far(value, roots, self.values, self.kind, self.position))
         if not wanted and (wanted := number in outputs) and number not in self.heavy:
             self.made_twice[number] = roots
         if self.kernels:

@@ -208,21 +208,6 @@ def test_what_a_dot_reads_of_images_is_written_where_a_convolution_lays_them_oth
     assert ("tanh" in made_by(graph, buffers)) is written
 
 
-@pytest.mark.parametrize(("platform", "dots", "most"), [("tpu", 1, 1), ("tpu", 3, 1), ("tpu", 6, 1), ("gpu", 6, 6)])
-def test_a_sum_of_dots_is_made_as_they_come(platform, dots, most):
-    """A fusion of XLA:TPU's has one dot, and adds to what dies there. What of them is there at once, beside what is given."""
-
-    def fn(x, ws):
-        total = 0.0
-        for w in ws:
-            total = total + jnp.tanh(x @ w)
-        return jnp.cos(total)
-
-    _, buffers = buffers_of(fn, X, [X] * dots, platform=platform)
-    given = live_bytes(buffers, np.where(buffers.is_input, buffers.bytes_, 0)).max()
-    assert live_bytes(buffers, buffers.bytes_).max() - given == most * N
-
-
 def test_what_is_made_from_one_array_is_made_again_for_each_user():
     def fn(x):
         e = jnp.exp(x @ x)
