@@ -227,7 +227,7 @@ def _program(traced: Traced, chip: Any) -> Profiled:
     buffers = find_buffers(graph, rules, aliased, platform, *rates)
     padded = (lambda _: 1.0) if chip is None or not chip.tile else _padding(traced, graph, chip)
     sizes = buffers.bytes_ * np.array([padded(int(n)) for n in buffers.ids])
-    placed = place(graph, rules, buffers, chip, 1) if chip is not None and chip.vmem_bytes else None
+    placed = place(graph, rules, buffers, sizes, chip, 1) if chip is not None and chip.vmem_bytes else None
     if placed is not None:
         sizes = in_hbm(sizes, placed.written, chip)
     live = live_bytes(buffers, sizes)
@@ -236,7 +236,8 @@ def _program(traced: Traced, chip: Any) -> Profiled:
     if platform == "gpu":
         live = live + live_beside_padded(graph, rules, buffers)
     live = live + live_beside_pools(graph, buffers, platform)
-    return Profiled(traced, graph, rules, buffers, sizes, live, lambda _: 1.0, lambda _: 1.0, aliased, padded, placed)
+    one, local = (lambda _: 1.0), (lambda n: graph.values[n].shape)
+    return Profiled(traced, graph, rules, buffers, sizes, live, one, one, aliased, padded, local, placed)
 
 
 def _padding(traced: Traced, graph: Graph, chip: Any) -> Callable[[int], float]:

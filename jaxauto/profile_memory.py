@@ -28,7 +28,7 @@ class Profiled:
     Attributes:
       pieces: value id → number of pieces the value is cut into. shares: node id → number of devices that share a node's work.
       live: live bytes at each position on one device; sizes: bytes of each buffer in its memory, tile padding included.
-      padded: value id → by how much tiles enlarge what one device holds of it.
+      padded: value id → by how much tiles enlarge what one device holds of it. local: value id → shape of that.
       aliased: outputs that reuse the memory of a donated argument.
       placed: what stays in on-chip memory (``onchip.Placed``); None where the compiler manages none.
     """
@@ -43,6 +43,7 @@ class Profiled:
     shares: Callable[[Node], float]
     aliased: frozenset[int] = frozenset()
     padded: Callable[[int], float] = lambda _: 1.0
+    local: Callable[[int], tuple[float, ...]] = lambda _: ()
     placed: Any = None
     mesh: Mapping[str, int] = field(default_factory=dict)
     specs: Mapping[str, Any] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxauto.core import Node
-from jaxauto.cost.layout import minor_dims, padding
+from jaxauto.cost.layout import local_shape, minor_dims, padding
 from jaxauto.errors import ArgumentError
 from jaxauto.options import Options, mesh_candidates
 from jaxauto.planner import read, search
@@ -60,6 +60,7 @@ def sharded_program(
         aliased=step.aliased,
         placed=best.model.placed,
         padded=_padded(best),
+        local=_local(best),
         mesh=shape,
         specs={path: partition_spec(sharding_of_value(best.model, best.x, n)) for path, n in inputs},
     )
@@ -93,6 +94,12 @@ def _padded(best: Candidate) -> Callable[[int], float]:
         return float(padding(place, model.values[number].shape, minor, model.mesh.sizes, model.chip.tile)[0])
 
     return padded if model.chip.tile else lambda _: 1.0
+
+
+def _local(best: Candidate) -> Callable[[int], tuple[float, ...]]:
+    """Value id → the shape of one device's part."""
+    model = best.model
+    return lambda n: tuple(local_shape(model.position(best.x, n)[None], model.values[n].shape, model.mesh.sizes)[0].tolist())
 
 
 def _shares(best: Candidate) -> Callable[[Node], float]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from jaxauto.core import OPERATIONS, Kind, Node, OpRule
 from jaxauto.cost.compute import ops_per_byte, traffic_seconds
 from jaxauto.cost.fusion import find_buffers
 from jaxauto.cost.hashing import unhidden
+from jaxauto.cost.lanes import batch_dims, fills_lanes
 from jaxauto.cost.launches import kernels
 from jaxauto.cost.liveness import Buffers
 from jaxauto.cost.onchip import Near, capacity
@@ -52,7 +55,8 @@ class Traffic:
         own = self._operation(node, rule, share, self.near, self.program.padded, writes) if rule.kind in OPERATIONS else 0.0
         waited = float(traffic_seconds(self.waited.get(node.id, 0.0), self.chip))
         hashed = self.hashed.get(node.id, 0.0) / share
-        return max(work, float(traffic_seconds(own, self.chip))) + waited + hashed + self.launching(node)
+        copied = float(traffic_seconds(self._copied(node) if self.near.copied else 0.0, self.chip))
+        return max(work, float(traffic_seconds(own, self.chip))) + copied + waited + hashed + self.launching(node)
 
     def launching(self, node: Node) -> float:
         """Seconds that the kernels of one run take beside their rooflines; of a loop those that copy its slices."""
@@ -60,12 +64,29 @@ class Traffic:
 
     def _operation(self, node: Node, rule: OpRule, share: float, near: Near, padded: Callable[[int], float], writes: float = 1.0) -> float:
         """``writes``: what a byte of a result counts as."""
-        fits = capacity(self.chip) if near != Near() else 0.0
-        arrays = (*((x, near.read) for x in node.inputs), *((x, near.written) for x in node.outputs))
-        far = [x for x, known in arrays if isinstance(x, int) and known.get((node.id, x), math.inf) / self.program.pieces(x) > fits]
+        far = [x for x, known in self._arrays(node, near) if self._is_far(node, x, near, known)]
         moved = lambda x: self.values[x].nbytes * near.narrow.get((node.id, x), 1.0) * (writes if x in node.outputs else 1.0)  # noqa: E731
         whole = sum(moved(x) / self.program.pieces(x) * padded(x) for x in far)
         return whole if rule.bytes_ is None else min(whole, rule.bytes_ / share)
+
+    def _arrays(self, node: Node, near: Near) -> list[tuple[int, Mapping[tuple[int, int], float]]]:
+        """What an operation reads and makes, each with what is known to be near of its side."""
+        both = (*((x, near.read) for x in node.inputs), *((x, near.written) for x in node.outputs))
+        return [(x, known) for x, known in both if isinstance(x, int)]
+
+    def _is_far(self, node: Node, x: int, near: Near, known: Mapping[tuple[int, int], float]) -> bool:
+        fits = capacity(self.chip) if near != Near() else 0.0
+        return known.get((node.id, x), math.inf) / self.program.pieces(x) > fits
+
+    def _copied(self, node: Node) -> float:
+        """Bytes that copies between layouts read and write for one run: by examples an array fills whole tiles."""
+        total = 0.0
+        for x, known in dict(self._arrays(node, self.near)).items():
+            times = self.near.copied.get((node.id, x), 0)
+            if times and fills_lanes(np.array([self.program.local(x)]), batch_dims(node, x), self.chip.tile[1])[0]:
+                padded = self.program.padded(x) if self._is_far(node, x, self.near, known) else 0.0
+                total += times * self.values[x].nbytes / self.program.pieces(x) * (1.0 + padded)
+        return total
 
     def _off_chip(self, placed: Any) -> Buffers:
         """The program's, without the passes that do not go through HBM."""

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from jaxauto.core import MATRIX, Kind, Node, Value
-from jaxauto.cost.layout import padding
+from jaxauto.cost.lanes import fills_lanes
+from jaxauto.cost.layout import local_shape, padding
 from jaxauto.cost.onchip import Near, Side, capacity
 from jaxauto.groups import WHOLE, Operand, Operation
 from jaxauto.strategies import project, shards
@@ -46,20 +47,30 @@ def operation_seconds(
     Returns:
       ``float [states]``.
     """
-    bytes_, writes = np.zeros(len(state)), written_as(op, chip)
+    bytes_, copied, writes = np.zeros(len(state)), np.zeros(len(state)), written_as(op, chip)
     for o, known, times in (*((o, near.read, 1.0) for o in op.operands), *((o, near.written, writes) for o in op.results)):
         pieces = shards(project(state, factor_dims(op, o)), axis_sizes)
         far = known[op.node.id, o.value] / pieces > capacity(chip) if (op.node.id, o.value) in known else True
-        moved = times * near.narrow.get((op.node.id, o.value), 1.0)
-        bytes_ += moved * operand_bytes(o, op, values, state, axis_sizes, chip) * far
+        moved, filled = times * near.narrow.get((op.node.id, o.value), 1.0), operand_bytes(o, op, values, state, axis_sizes, chip) * far
+        bytes_ += moved * filled
+        if copies := near.copied.get((op.node.id, o.value), 0):  # by examples it fills whole tiles
+            differ = _is_by_examples(o, op, values, state, axis_sizes, chip)
+            copied += copies * differ * (values[o.value].nbytes / pieces + filled)
     if op.rule.bytes_ is not None:  # a gather touches the rows it reads, not the table
         bytes_ = np.minimum(bytes_, op.rule.bytes_ / shards(state, axis_sizes))
     seconds = traffic_seconds(bytes_, chip)
     if op.rule.kind not in MATRIX:
         return seconds
-    seconds = np.maximum(seconds, matrix_seconds(op, values, state, axis_sizes, chip))
+    seconds = np.maximum(seconds, matrix_seconds(op, values, state, axis_sizes, chip)) + traffic_seconds(copied, chip)
     side = near.beside.get(op.node.id)
     return seconds if side is None else seconds + _beside_seconds(side, op, values, state, axis_sizes, chip)
+
+
+def _is_by_examples(operand: Operand, op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any) -> np.ndarray:
+    """Whether dots by weights lay an operand or result of a dot over a batch otherwise than that does: ``bool [states]``."""
+    local = local_shape(project(state, factor_dims(op, operand)), values[operand.value].shape, axis_sizes)
+    batch = np.isin(np.arange(local.shape[1]), may_be_minor(op, operand), invert=True)
+    return fills_lanes(local, batch, chip.tile[1])
 
 
 def _beside_seconds(side: Side, op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any) -> np.ndarray:

@@ -29,17 +29,22 @@ def padding(
     """
     if len(shape) < 2 or not all(shape):
         return np.ones(len(positions))
-    local = np.tile(np.asarray(shape, float), (len(positions), 1))
-    for axis, size in enumerate(axis_sizes):
-        rows = np.nonzero(positions[:, axis] != WHOLE)[0]
-        local[rows, positions[rows, axis]] /= size
-    local, minor = _joined(local, minor)
+    local, minor = _joined(local_shape(positions, shape, axis_sizes), minor)
     rows = np.minimum(tile[0], 2.0 ** np.ceil(np.log2(local)))  # tiles of fewer rows for short dimensions
     sublanes, lanes = (np.ceil(local / edge) * edge / local for edge in (rows, tile[1]))
     both = sublanes[:, :, None] * lanes[:, None, :]
     both[:, np.arange(local.shape[1]), np.arange(local.shape[1])] = np.inf
     chosen = list(minor) if len(minor) > 1 else list(range(local.shape[1]))
     return both[:, chosen][:, :, chosen].min(axis=(1, 2))
+
+
+def local_shape(positions: np.ndarray, shape: tuple[int, ...], axis_sizes: tuple[int, ...]) -> np.ndarray:
+    """The shape of one device's part of an array, for each of ``[states, axes]`` positions: ``float [states, dimensions]``."""
+    local = np.tile(np.asarray(shape, float), (len(positions), 1))
+    for axis, size in enumerate(axis_sizes):
+        rows = np.nonzero(positions[:, axis] != WHOLE)[0]
+        local[rows, positions[rows, axis]] /= size
+    return local
 
 
 class Major(NamedTuple):

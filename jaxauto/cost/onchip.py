@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxauto.core import OPERATIONS, Graph, Kind, Link, LinkKind, Node, OpRule
+from jaxauto.cost.lanes import copied_between
 from jaxauto.cost.liveness import Buffers
 from jaxauto.cost.patterns import is_strided
 from jaxauto.cost.stacks import is_cut_inside
@@ -45,12 +46,14 @@ class Side(NamedTuple):
 class Near(NamedTuple):
     """(node, value) of operations' operands and results → whole bytes of the largest buffer that holds it, if that is on chip where it
     fits. ``beside``: node → what else its fusion moves. ``narrow``: (node, value) → the share of its bytes that is moved for it: what it is
-    widened from, in the fusion that reads it, or the half that products read."""
+    widened from, in the fusion that reads it, or the half that products read. ``copied``: how often it is copied into another order, where
+    layouts differ (``lanes.py``)."""
 
     read: Mapping[tuple[int, int], float] = MappingProxyType({})
     written: Mapping[tuple[int, int], float] = MappingProxyType({})
     beside: Mapping[int, Side] = MappingProxyType({})
     narrow: Mapping[tuple[int, int], float] = MappingProxyType({})
+    copied: Mapping[tuple[int, int], int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,13 +91,14 @@ def in_hbm(sizes: Any, stays: Any, chip: Any) -> Any:
     return np.where(stays & (sizes <= capacity(chip)), 0.0, sizes)
 
 
-def place(graph: Graph, rules: Mapping[int, OpRule], buffers: Buffers, chip: Any, devices: int) -> Placed:
+def place(graph: Graph, rules: Mapping[int, OpRule], buffers: Buffers, sizes: np.ndarray, chip: Any, devices: int) -> Placed:
     """Where the buffers of a program are, if each of ``devices`` has an equal part of every array and of all work.
 
     Args:
       rules: node id → rule; of operations at least.
+      sizes: ``[buffers]``, whole bytes of each buffer as it fills tiles: on chip too.
     """
-    return _Placement(graph, rules, buffers, chip, devices).run()
+    return _Placement(graph, rules, buffers, sizes, chip, devices).run()
 
 
 @dataclass
@@ -111,9 +115,12 @@ class _Use:
 
 @dataclass
 class _Array:
-    """A buffer, or what a loop's trips know it as. ``bytes_``: whole. ``owner``: index of the buffer. ``begin``: where it is made; None if
-    it is in HBM from the start. ``written``: of its bytes, those that take time to write. ``stays``: it may be written on chip alone.
-    ``share``: of its bytes, those that one use reads: a trip its slice of a stack."""
+    """A buffer, or what a loop's trips know it as.
+
+    ``bytes_``: whole, as it fills tiles. ``owner``: index of the buffer. ``begin``: where it is made; None if it is in HBM from the start.
+    ``written``: of its bytes, those that take time to write. ``stays``: it may be written on chip alone. ``share``: of its bytes, those
+    that one use reads: a trip its slice of a stack.
+    """
 
     bytes_: float
     owner: int
@@ -125,8 +132,8 @@ class _Array:
 
 
 class _Placement:
-    def __init__(self, graph: Graph, rules: Mapping[int, OpRule], buffers: Buffers, chip: Any, devices: int):
-        self.graph, self.buffers, self.devices = graph, buffers, devices
+    def __init__(self, graph: Graph, rules: Mapping[int, OpRule], buffers: Buffers, sizes: np.ndarray, chip: Any, devices: int):
+        self.graph, self.buffers, self.sizes, self.devices = graph, buffers, sizes, devices
         self.operations = {n: rule for n, rule in rules.items() if rule.kind in OPERATIONS}
         self.byte_seconds = 1 / (devices * chip.bandwidth_efficiency * chip.hbm_bandwidth)
         self.flop_seconds = 1 / (devices * chip.flops_efficiency * chip.peak_flops("bfloat16"))
@@ -155,8 +162,8 @@ class _Placement:
         for k, n in enumerate(b.ids.tolist()):
             begin = None if b.is_input[k] or self._is_stack(n) else int(b.start[k])
             stays = begin is not None and not (b.is_output[k] or self._is_of_loop(n)) and bool(b.end[k] >= b.start[k])
-            self.arrays[n] = _Array(float(b.bytes_[k]), k, begin, float(b.written[k]), stays)
-        np.add.at(self.seconds, b.start, b.written * b.bytes_ * self.byte_seconds)
+            self.arrays[n] = _Array(float(self.sizes[k]), k, begin, float(b.written[k]), stays)
+        np.add.at(self.seconds, b.start, b.written * self.sizes * self.byte_seconds)
         nodes = list(walk(self.graph))
         self.carried = {link.target for node in nodes for link in node.links if link.kind is LinkKind.INIT}
         for node in (n for n in nodes if n.bodies):
@@ -265,7 +272,12 @@ class _Placement:
 
     def _moved(self, node: Node, rule: OpRule) -> float:
         passed = (x for x in (*node.inputs, *node.outputs) if isinstance(x, int))
-        return rule.bytes_ if rule.bytes_ is not None else sum(self.graph.values[x].nbytes for x in passed)
+        return rule.bytes_ if rule.bytes_ is not None else sum(self.graph.values[x].nbytes * self._filled(x) for x in passed)
+
+    def _filled(self, x: int) -> float:
+        """By how much tiles enlarge what holds an operand or result."""
+        owners = [self.arrays[h].owner for h in self._wide(x) if h in self.arrays]
+        return max((float(self.sizes[k] / self.buffers.bytes_[k]) for k in owners if self.buffers.bytes_[k]), default=1.0)
 
     # ----------------------------------------------------------------------------------------------------------------- times
 
@@ -324,7 +336,8 @@ class _Placement:
         """Of operands and results."""
         found: dict[tuple[int, int], float] = {}
         for by, holders in (*self.read.items(), *self.made.items()):
-            held = sum(self.arrays[h].bytes_ * self.arrays[h].share for h in holders) if self._known(holders) else math.inf
+            arrays = [self.arrays[h] for h in holders] if self._known(holders) else []
+            held = sum(float(self.buffers.bytes_[a.owner]) * a.share for a in arrays)
             if 0 < held < (own := self.graph.values[by[1]].nbytes):
                 found[by] = held / own
         return found
@@ -348,6 +361,7 @@ class _Placement:
                 {by: self._bytes(h) for by, h in self.read.items() if self._known(h) and near_by[by]},
                 {by: self._bytes(h) for by, h in self.made.items() if self._known(h) and all(self._stays(x) for x in h)},
                 narrow=self._narrow(),
+                copied=copied_between(self.graph, self.operations.keys()),
             ),
         )
 

@@ -127,7 +127,7 @@ class Answer:
         self.group: dict[int, Where] = {g: chosen[model.variable["group", g]] for g in model.groups.groups}
         self.operation: dict[int, Where] = {op.node.id: chosen[model.variable["operation", op.node.id]] for op in model.groups.operations}
         self.together = read_together(model.variant, model.program.known_early)
-        self.placed = place_on_chip(model.variant, model.chip, math.prod(self.sizes))
+        self.placed = place_on_chip(model.variant, model.groups, self.major, model.chip, math.prod(self.sizes))
         self.shadows = shadows(model.groups, model.chip, math.prod(self.sizes))
         self.once = accumulated(model.groups)
         self.as_one = combined(model.groups, model.program.late_only) if model.mesh.windows else {}

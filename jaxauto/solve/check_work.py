@@ -13,7 +13,7 @@ from jaxauto.cost.hashing import passed
 from jaxauto.cost.launches import PASSED
 from jaxauto.cost.onchip import Near, Side, capacity
 from jaxauto.graph import multiplicity, walk
-from jaxauto.groups import Operation
+from jaxauto.groups import Operand, Operation
 from jaxauto.masks import hashes
 from jaxauto.solve.check_ring import padding
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def roofline(answer: Answer, op: Operation, on_chip: Near) -> float:
     """Seconds of one run on one device."""
     chip, values = answer.model.chip, answer.model.values
-    bytes_ = 0.0
+    bytes_, copied = 0.0, 0.0
     for o, near in (*((o, on_chip.read) for o in op.operands), *((o, on_chip.written) for o in op.results)):
         where = answer.operand(op, o)
         pieces, padded = answer.pieces(where), padding(values[o.value].shape, where, may_be_minor(op, o), answer.sizes, chip.tile)
@@ -32,6 +32,8 @@ def roofline(answer: Answer, op: Operation, on_chip: Near) -> float:
         times = chip.dot_writes if op.rule.kind is Kind.DOT and near is on_chip.written else 1.0
         times *= on_chip.narrow.get((op.node.id, o.value), 1.0)
         bytes_ += 0.0 if fits else times * values[o.value].nbytes / pieces * padded
+        copies = on_chip.copied.get((op.node.id, o.value), 0) if _is_by_examples(answer, op, o) else 0
+        copied += copies * values[o.value].nbytes / pieces * (1.0 if fits else 1.0 + padded)
     split = answer.pieces(answer.operation[op.node.id])
     if op.rule.bytes_ is not None:
         bytes_ = min(bytes_, op.rule.bytes_ / split)
@@ -41,8 +43,17 @@ def roofline(answer: Answer, op: Operation, on_chip: Near) -> float:
     dtype = values[op.operands[0].value].dtype if op.operands else np.dtype(np.float32)
     reached = chip.flops_efficiency if op.rule.kind is Kind.DOT else chip.convolution_efficiency
     seconds = max(seconds, operation_flops(op) / split / (reached * chip.peak_flops(dtype)))
+    seconds += traffic_seconds(copied, chip)
     side = on_chip.beside.get(op.node.id)
     return seconds if side is None else seconds + _beside(answer, op, side, split)
+
+
+def _is_by_examples(answer: Answer, op: Operation, o: Operand) -> bool:
+    """Whether examples fill whole lanes, and neither dimension of a dot's matrices does."""
+    where, shape, tile = answer.operand(op, o), answer.model.values[o.value].shape, answer.model.chip.tile
+    parts = [math.prod(n for n, d in zip(answer.sizes, where, strict=True) if d == k) for k in range(len(shape))]
+    filled = {k for k, n in enumerate(shape) if tile and n % (parts[k] * tile[1]) == 0}
+    return bool(filled) and not filled & set(may_be_minor(op, o))
 
 
 def launched(answer: Answer) -> float:

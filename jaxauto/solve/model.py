@@ -81,7 +81,7 @@ class Model:
         self.states: list[np.ndarray] = []
         self.narrowing = self.cached(("narrowing",), lambda: narrowing(program.groups))
         self.together = self.cached(("together", variant), lambda: read_together(variant, program.known_early))
-        self.placed = self.cached(("placed", variant), lambda: place_on_chip(variant, chip, math.prod(mesh.sizes)))
+        self.placed = self.cached(("placed", variant), lambda: place_on_chip(variant, self.groups, self.major, chip, math.prod(mesh.sizes)))
         self.shadows = self.cached(("shadows",), lambda: shadows(program.groups, chip, math.prod(mesh.sizes)))
         self.summed_once = self.cached(("summed once",), lambda: accumulated(program.groups) if chip.platform != "cpu" else {})
         self.combined = self.cached(("combined",), lambda: combined(program.groups, program.late_only) if mesh.windows else {})

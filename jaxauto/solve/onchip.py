@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from jaxauto.cost.layout import Major, minor_dims, padding
 from jaxauto.cost.liveness import Beside
 from jaxauto.cost.onchip import Near, Placed, Side, capacity, place
-from jaxauto.groups import Operation
+from jaxauto.groups import Groups, Operation
 from jaxauto.solve.remat import Variant
 
 
@@ -24,17 +26,17 @@ class OnChip:
     again: Near = field(default_factory=Near)
 
 
-def place_on_chip(variant: Variant, chip: Any, devices: int) -> OnChip:
-    """What of a variant stays on chip, on ``devices`` that share all evenly."""
+def place_on_chip(variant: Variant, groups: Groups, major: Major, chip: Any, devices: int) -> OnChip:
+    """What of a variant stays on chip, on ``devices`` that share all evenly. ``major``: of ``groups``."""
     if not capacity(chip):
         none = np.zeros(len(variant.buffers.ids))
         return OnChip(none, none > 0)
     graph, origin = variant.rewritten.graph, variant.rewritten.origin
     made = {node.id: op for op, node in variant.operations}
     copies = {node for node, op in made.items() if node != op.node.id}
-    placed = place(graph, {n: op.rule for n, op in made.items()}, variant.buffers, chip, devices)
-    tables = Near({}, {}, {}, {}), Near({}, {}, {}, {})
-    for name in ("read", "written", "narrow"):
+    placed = place(graph, {n: op.rule for n, op in made.items()}, variant.buffers, _filled(variant, groups, major, chip), chip, devices)
+    tables = Near({}, {}, {}, {}, {}), Near({}, {}, {}, {}, {})
+    for name in ("read", "written", "narrow", "copied"):
         for (node, x), size in getattr(placed.near, name).items():
             if node in made:
                 getattr(tables[node in copies], name)[made[node].node.id, origin.get(x, x)] = size
@@ -56,3 +58,16 @@ def _side(beside: Beside, op: Operation, variant: Variant, placed: Placed, index
             at = numbers.index(arrays[along])
             bytes_[at] = bytes_.get(at, 0.0) + times * values[number].nbytes * far
     return Side(tuple(sorted(bytes_.items())), beside.exposed, beside.lanes)
+
+
+def _filled(variant: Variant, groups: Groups, major: Major, chip: Any) -> np.ndarray:
+    """Whole bytes of each buffer as it fills tiles, ``[buffers]``: which of its dimensions devices share is not known yet."""
+    values, whole = variant.rewritten.graph.values, np.zeros((1, 0), int)
+
+    @functools.cache
+    def more(shape: tuple[int, ...], minor: tuple[int, ...]) -> float:
+        return float(padding(whole, shape, minor, (), chip.tile)[0])
+
+    buffers = zip(variant.buffers.ids.tolist(), variant.origin.tolist(), variant.stacked.tolist(), strict=True)
+    factors = [more(values[n].shape, minor_dims(major, *groups.place[origin], stacked=stacked)) for n, origin, stacked in buffers]
+    return variant.buffers.bytes_ * np.array(factors)

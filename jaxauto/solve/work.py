@@ -109,7 +109,7 @@ def add_operations(model: Model) -> None:
     for op in model.groups.operations:
         for times, near in model.runs(op):
             sides = (op.operands, near.read), (op.results, near.written)
-            held = (table.get((op.node.id, o.value)) for side, known in sides for o in side for table in (known, near.narrow))
+            held = (table.get((op.node.id, o.value)) for side, known in sides for o in side for table in (known, near.narrow, near.copied))
             key = model.var("operation", op.node.id), near.beside.get(op.node.id), *held
             count[key] += times
             first.setdefault(key, (op, near))

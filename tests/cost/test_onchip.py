@@ -29,11 +29,11 @@ def attention(q, k):
     return jnp.einsum("bhlm,bmhk->blhk", jax.nn.softmax(scores), k)
 
 
-def found(fn, *args, target="v5e:1", devices=1):
+def found(fn, *args, target="v5e:1", devices=1, sizes=None):
     chip = Target(target).chip
     graph, buffers = buffers_of(fn, *args, platform="tpu", bytes_per_flop=bytes_per_flop(chip))
     rules = {n.id: rule_for(n.eqn) for n in walk(graph) if not n.bodies}
-    return graph, buffers, place(graph, rules, buffers, chip, devices)
+    return graph, buffers, place(graph, rules, buffers, buffers.bytes_ if sizes is None else sizes(buffers), chip, devices)
 
 
 def dots(graph):
@@ -94,6 +94,19 @@ def test_there_is_room_for_so_much():
     for k in np.nonzero(placed.written)[0]:
         taken[buffers.start[k] : buffers.end[k] + 1] += buffers.bytes_[k]
     assert 0 < taken.max() <= capacity(CHIP)
+
+
+def test_an_array_takes_the_room_of_its_tiles():
+    """Of three of 32 MiB at once fewer stay if tiles make each 64."""
+
+    def wide(x, u, v):
+        a, b, c = x @ u, x @ v, u @ v
+        return a @ b + b @ c + c @ a
+
+    def near(filled):
+        return int(found(wide, *[array(4096, 4096)] * 3, sizes=lambda b: filled * b.bytes_)[2].written.sum())
+
+    assert near(1.0) > near(2.0) > near(4.0) == 0
 
 
 def recurrent(w, x):
