@@ -14,7 +14,7 @@ from jaxauto.core import OPERATIONS, Kind, Node, OpRule
 from jaxauto.cost.compute import ops_per_byte, traffic_seconds
 from jaxauto.cost.fusion import find_buffers
 from jaxauto.cost.hashing import unhidden
-from jaxauto.cost.lanes import batch_dims, fills_lanes
+from jaxauto.cost.lanes import batch_dims, differs, through_hbm
 from jaxauto.cost.launches import kernels
 from jaxauto.cost.liveness import Buffers
 from jaxauto.cost.onchip import Near, capacity
@@ -79,13 +79,14 @@ class Traffic:
         return known.get((node.id, x), math.inf) / self.program.pieces(x) > fits
 
     def _copied(self, node: Node) -> float:
-        """Bytes that copies between layouts read and write for one run: by examples an array fills whole tiles."""
+        """Bytes that copies between layouts read and write for one run."""
         total = 0.0
         for x, known in dict(self._arrays(node, self.near)).items():
-            times = self.near.copied.get((node.id, x), 0)
-            if times and fills_lanes(np.array([self.program.local(x)]), batch_dims(node, x), self.chip.tile[1])[0]:
-                padded = self.program.padded(x) if self._is_far(node, x, self.near, known) else 0.0
-                total += times * self.values[x].nbytes / self.program.pieces(x) * (1.0 + padded)
+            twice = self.near.copied.get((node.id, x))
+            if twice and differs(np.array([self.program.local(x)]), batch_dims(node, x), twice.last, self.chip.tile[1])[0]:
+                local = self.values[x].nbytes / self.program.pieces(x)
+                filled = local * self.program.padded(x) if self._is_far(node, x, self.near, known) else 0.0
+                total += twice.times * (float(through_hbm(local, capacity(self.chip))) + filled)
         return total
 
     def _off_chip(self, placed: Any) -> Buffers:

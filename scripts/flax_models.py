@@ -1,4 +1,6 @@
-"""Train steps as users of flax.linen write them, to judge the estimates by: no rule of the cost model was made for one of them.
+"""Train steps as users of flax.linen write them, to judge the estimates by: no number of the cost model is fitted to one of them.
+
+What was learnt from looking at one is measured on programs of its own (results/short_rows.md, dilated.md, pooling.md).
 
 ``MODELS[name]`` is ``(make, batch)``: ``make(n)`` is ``(step, arguments)`` for ``n`` examples, abstract; ``batch`` is what one device has.
 Parameters are float32, most compute bfloat16; the optimizer is AdamW but where the model says otherwise.
@@ -20,20 +22,20 @@ HALF = jnp.bfloat16
 Step = tuple[Callable, tuple]
 
 
-def _classes(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def classes(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
 
 
 def _tokens(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    return _classes(logits[:, :-1], tokens[:, 1:])
+    return classes(logits[:, :-1], tokens[:, 1:])
 
 
-def _init(module: nn.Module, *inputs: jax.ShapeDtypeStruct) -> Any:
+def init_of(module: nn.Module, *inputs: jax.ShapeDtypeStruct) -> Any:
     """The module's variables, abstract."""
     return jax.eval_shape(lambda: module.init(jax.random.key(0), *(jnp.zeros(x.shape, x.dtype) for x in inputs)))
 
 
-def _step(loss: Callable, variables: Any, batch: tuple, optimizer: Any = None) -> Step:
+def step_of(loss: Callable, variables: Any, batch: tuple, optimizer: Any = None) -> Step:
     optimizer = optimizer or optax.adamw(3e-4)
     return train_step(loss, optimizer), abstract(lambda: variables, batch, optimizer)
 
@@ -130,7 +132,7 @@ class Policy(nn.Module):
 
 def convnext(n: int) -> Step:
     m, images = ConvNext(), floats(n, 224, 224, 3)
-    return _step(lambda p, x, y: _classes(m.apply(p, x), y), _init(m, images), (images, ints(n)))
+    return step_of(lambda p, x, y: classes(m.apply(p, x), y), init_of(m, images), (images, ints(n)))
 
 
 def vae(n: int) -> Step:
@@ -140,7 +142,7 @@ def vae(n: int) -> Step:
         y, mean, log_var = m.apply(params, x, noise)
         return jnp.mean((y - x) ** 2) + 1e-3 * jnp.mean(mean**2 + jnp.exp(log_var) - log_var)
 
-    return _step(loss, _init(m, images, noise), (images, noise))
+    return step_of(loss, init_of(m, images, noise), (images, noise))
 
 
 def diffusion(n: int) -> Step:
@@ -151,7 +153,7 @@ def diffusion(n: int) -> Step:
         noisy = (jnp.sqrt(keep) * x + jnp.sqrt(1 - keep) * noise).astype(HALF)
         return jnp.mean((m.apply(params, noisy, time) - noise) ** 2)
 
-    return _step(loss, _init(m, images, times), (images, images, times))
+    return step_of(loss, init_of(m, images, times), (images, images, times))
 
 
 def ppo(n: int) -> Step:
@@ -166,7 +168,7 @@ def ppo(n: int) -> Step:
         return 0.5 * jnp.mean((value - gain) ** 2) - gained + 0.01 * jnp.mean(jnp.sum(jnp.exp(logs) * logs, -1))
 
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(2.5e-4))
-    return _step(loss, _init(m, frames), (frames, ints(n), floats(n), floats(n), floats(n)), optimizer)
+    return step_of(loss, init_of(m, frames), (frames, ints(n), floats(n), floats(n), floats(n)), optimizer)
 
 
 # ------------------------------------------------------------------------------------------------------- transformers
@@ -268,13 +270,13 @@ class Mixer(nn.Module):
 
 def language(n: int, *, kept: bool = True) -> Step:
     m, tokens = Language(kept=kept), ints(n, 1024)
-    return _step(lambda p, t: _tokens(m.apply(p, t), t), _init(m, tokens), (tokens,))
+    return step_of(lambda p, t: _tokens(m.apply(p, t), t), init_of(m, tokens), (tokens,))
 
 
 def lora(n: int) -> Step:
     """arXiv 2106.09685: of each matrix two thin factors are trained; the model itself is bfloat16, and an argument."""
     m, tokens = Language(), ints(n, 1024)
-    base = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, HALF), _init(m, tokens))
+    base = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, HALF), init_of(m, tokens))
     name = lambda path: "/".join(key.key for key in path)  # noqa: E731
     shapes = {name(path): v.shape for path, v in jax.tree_util.tree_leaves_with_path(base) if v.ndim == 2}
     thin = {path: {"a": floats(rows, 8), "b": floats(8, columns)} for path, (rows, columns) in shapes.items()}
@@ -286,7 +288,7 @@ def lora(n: int) -> Step:
 
         return jax.tree_util.tree_map_with_path(one, base)
 
-    return _step(lambda p, base, t: _tokens(m.apply(tuned(p, base), t), t), thin, (base, tokens))
+    return step_of(lambda p, base, t: _tokens(m.apply(tuned(p, base), t), t), thin, (base, tokens))
 
 
 def microbatches(n: int, pieces: int = 4) -> Step:
@@ -302,7 +304,7 @@ def microbatches(n: int, pieces: int = 4) -> Step:
         updates, moments = optimizer.update(jax.tree.map(lambda g: g / pieces, grads), moments, params)
         return optax.apply_updates(params, updates), moments, {"loss": losses.mean()}
 
-    return step, abstract(lambda: _init(m, ints(1, 1024)), (tokens,), optimizer)
+    return step, abstract(lambda: init_of(m, ints(1, 1024)), (tokens,), optimizer)
 
 
 def clip(n: int) -> Step:
@@ -311,14 +313,14 @@ def clip(n: int) -> Step:
 
     def loss(params: Any, images: jax.Array, texts: jax.Array) -> jax.Array:
         logits = m.apply(params, images, texts)
-        return (_classes(logits, jnp.arange(n)) + _classes(logits.T, jnp.arange(n))) / 2
+        return (classes(logits, jnp.arange(n)) + classes(logits.T, jnp.arange(n))) / 2
 
-    return _step(loss, _init(m, images, texts), (images, texts))
+    return step_of(loss, init_of(m, images, texts), (images, texts))
 
 
 def images_of(module: nn.Module, size: int, n: int) -> Step:
     x = floats(n, size, size, 3)
-    return _step(lambda p, x, y: _classes(module.apply(p, x), y), _init(module, x), (x, ints(n)))
+    return step_of(lambda p, x, y: classes(module.apply(p, x), y), init_of(module, x), (x, ints(n)))
 
 
 # --------------------------------------------------------------------------------------------------------------- others
@@ -371,13 +373,13 @@ class Field(nn.Module):
 
 def normed(n: int) -> Step:
     m, x = Normed(), floats(n, 512)
-    variables = _init(m, x)
+    variables = init_of(m, x)
     optimizer = optax.adamw(1e-3)
 
     def step(params: Any, moments: Any, batch: tuple) -> tuple:
         def loss(weights: Any) -> tuple[jax.Array, Any]:
             logits, stats = m.apply({**params, "params": weights}, batch[0], mutable=["batch_stats"])
-            return _classes(logits, batch[1]), stats
+            return classes(logits, batch[1]), stats
 
         (value, stats), grads = jax.value_and_grad(loss, has_aux=True)(params["params"])
         updates, moments = optimizer.update(grads, moments, params["params"])
@@ -388,12 +390,12 @@ def normed(n: int) -> Step:
 
 def wavenet(n: int) -> Step:
     m, samples = Wave(), ints(n, 8192)
-    return _step(lambda p, x: _tokens(m.apply(p, x), x), _init(m, samples), (samples,))
+    return step_of(lambda p, x: _tokens(m.apply(p, x), x), init_of(m, samples), (samples,))
 
 
 def tagger(n: int) -> Step:
     m, tokens = Tagger(), ints(n, 128)
-    return _step(lambda p, x, y: _classes(m.apply(p, x), y), _init(m, tokens), (tokens, tokens))
+    return step_of(lambda p, x, y: classes(m.apply(p, x), y), init_of(m, tokens), (tokens, tokens))
 
 
 def heat(n: int) -> Step:
@@ -409,7 +411,7 @@ def heat(n: int) -> Step:
 
         return jnp.mean(jax.vmap(residual)(points) ** 2)
 
-    return _step(loss, _init(m, points), (points,))
+    return step_of(loss, init_of(m, points), (points,))
 
 
 MODELS: dict[str, tuple[Callable[[int], Step], int]] = {

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxauto.core import MATRIX, Kind, Node, Value
-from jaxauto.cost.lanes import fills_lanes
+from jaxauto.cost.lanes import differs, through_hbm
 from jaxauto.cost.layout import local_shape, padding
 from jaxauto.cost.onchip import Near, Side, capacity
 from jaxauto.groups import WHOLE, Operand, Operation
@@ -53,9 +53,9 @@ def operation_seconds(
         far = known[op.node.id, o.value] / pieces > capacity(chip) if (op.node.id, o.value) in known else True
         moved, filled = times * near.narrow.get((op.node.id, o.value), 1.0), operand_bytes(o, op, values, state, axis_sizes, chip) * far
         bytes_ += moved * filled
-        if copies := near.copied.get((op.node.id, o.value), 0):  # by examples it fills whole tiles
-            differ = _is_by_examples(o, op, values, state, axis_sizes, chip)
-            copied += copies * differ * (values[o.value].nbytes / pieces + filled)
+        if twice := near.copied.get((op.node.id, o.value)):
+            differ = _differs(twice.last, o, op, values, state, axis_sizes, chip)
+            copied += twice.times * differ * (through_hbm(values[o.value].nbytes / pieces, capacity(chip)) + filled)
     if op.rule.bytes_ is not None:  # a gather touches the rows it reads, not the table
         bytes_ = np.minimum(bytes_, op.rule.bytes_ / shards(state, axis_sizes))
     seconds = traffic_seconds(bytes_, chip)
@@ -66,11 +66,11 @@ def operation_seconds(
     return seconds if side is None else seconds + _beside_seconds(side, op, values, state, axis_sizes, chip)
 
 
-def _is_by_examples(operand: Operand, op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any) -> np.ndarray:
+def _differs(last: int | None, operand: Operand, op: Operation, values: dict, state: np.ndarray, axis_sizes: Any, chip: Any) -> np.ndarray:
     """Whether dots by weights lay an operand or result of a dot over a batch otherwise than that does: ``bool [states]``."""
     local = local_shape(project(state, factor_dims(op, operand)), values[operand.value].shape, axis_sizes)
     batch = np.isin(np.arange(local.shape[1]), may_be_minor(op, operand), invert=True)
-    return fills_lanes(local, batch, chip.tile[1])
+    return differs(local, batch, last, chip.tile[1])
 
 
 def _beside_seconds(side: Side, op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any) -> np.ndarray:

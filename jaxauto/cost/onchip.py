@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxauto.core import OPERATIONS, Graph, Kind, Link, LinkKind, Node, OpRule
-from jaxauto.cost.lanes import copied_between
+from jaxauto.cost.lanes import Copied, copied_between
 from jaxauto.cost.liveness import Buffers
 from jaxauto.cost.patterns import is_strided
 from jaxauto.cost.stacks import is_cut_inside
@@ -46,14 +46,13 @@ class Side(NamedTuple):
 class Near(NamedTuple):
     """(node, value) of operations' operands and results → whole bytes of the largest buffer that holds it, if that is on chip where it
     fits. ``beside``: node → what else its fusion moves. ``narrow``: (node, value) → the share of its bytes that is moved for it: what it is
-    widened from, in the fusion that reads it, or the half that products read. ``copied``: how often it is copied into another order, where
-    layouts differ (``lanes.py``)."""
+    widened from, in the fusion that reads it, or the half that products read. ``copied``: into another order of dimensions."""
 
     read: Mapping[tuple[int, int], float] = MappingProxyType({})
     written: Mapping[tuple[int, int], float] = MappingProxyType({})
     beside: Mapping[int, Side] = MappingProxyType({})
     narrow: Mapping[tuple[int, int], float] = MappingProxyType({})
-    copied: Mapping[tuple[int, int], int] = MappingProxyType({})
+    copied: Mapping[tuple[int, int], Copied] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ import numpy as np
 from jaxauto.core import Kind, LinkKind
 from jaxauto.cost.compute import bytes_per_flop, may_be_minor, operation_flops, traffic_seconds
 from jaxauto.cost.hashing import passed
+from jaxauto.cost.lanes import through_hbm
 from jaxauto.cost.launches import PASSED
 from jaxauto.cost.onchip import Near, Side, capacity
 from jaxauto.graph import multiplicity, walk
@@ -32,8 +33,10 @@ def roofline(answer: Answer, op: Operation, on_chip: Near) -> float:
         times = chip.dot_writes if op.rule.kind is Kind.DOT and near is on_chip.written else 1.0
         times *= on_chip.narrow.get((op.node.id, o.value), 1.0)
         bytes_ += 0.0 if fits else times * values[o.value].nbytes / pieces * padded
-        copies = on_chip.copied.get((op.node.id, o.value), 0) if _is_by_examples(answer, op, o) else 0
-        copied += copies * values[o.value].nbytes / pieces * (1.0 if fits else 1.0 + padded)
+        twice = on_chip.copied.get((op.node.id, o.value))
+        if twice is not None and _differs(answer, op, o, twice.last):
+            local = values[o.value].nbytes / pieces
+            copied += twice.times * (float(through_hbm(local, capacity(chip))) + (0.0 if fits else local * padded))
     split = answer.pieces(answer.operation[op.node.id])
     if op.rule.bytes_ is not None:
         bytes_ = min(bytes_, op.rule.bytes_ / split)
@@ -48,12 +51,16 @@ def roofline(answer: Answer, op: Operation, on_chip: Near) -> float:
     return seconds if side is None else seconds + _beside(answer, op, side, split)
 
 
-def _is_by_examples(answer: Answer, op: Operation, o: Operand) -> bool:
-    """Whether examples fill whole lanes, and neither dimension of a dot's matrices does."""
+def _differs(answer: Answer, op: Operation, o: Operand, last: int | None) -> bool:
+    """Whether examples fill whole lanes, neither dimension of a dot's matrices does, and the one that pads least is ``last``."""
     where, shape, tile = answer.operand(op, o), answer.model.values[o.value].shape, answer.model.chip.tile
     parts = [math.prod(n for n, d in zip(answer.sizes, where, strict=True) if d == k) for k in range(len(shape))]
     filled = {k for k, n in enumerate(shape) if tile and n % (parts[k] * tile[1]) == 0}
-    return bool(filled) and not filled & set(may_be_minor(op, o))
+    minor = may_be_minor(op, o)
+    if not filled or filled & set(minor):
+        return False
+    more = {k: math.ceil(shape[k] / parts[k] / tile[1]) * tile[1] / (shape[k] / parts[k]) for k in minor}
+    return last in (None, max(k for k in minor if more[k] == min(more.values())))
 
 
 def launched(answer: Answer) -> float:
