@@ -92,7 +92,8 @@ class Traffic:
     def _off_chip(self, placed: Any) -> Buffers:
         """The program's, without the passes that do not go through HBM."""
         b = self.program.buffers
-        fits = b.bytes_ / [self.program.pieces(int(n)) for n in b.ids] <= capacity(self.chip)
+        local = b.bytes_ * [self.program.padded(int(n)) / self.program.pieces(int(n)) for n in b.ids]
+        fits = local <= capacity(self.chip)
         return replace(b, reads=b.reads * (1 - placed.reads * fits), written=b.written * (1 - placed.written * fits))
 
 
