@@ -7,7 +7,8 @@ FSDP and tensor-parallel (arguments pinned through ``constraints``), and the sol
 least memory that a plan can have), chosen (half way between). Each plan is compiled ahead of time, certified by nothing, and compared:
 memory, flops, collectives, seconds by the roofline of the compiled schedule. To stay within hours each sharding is compiled under one of
 the three settings, in turn from model to model, one device under all; with --every each sharding under all three. Writes
-results/accuracy.json as it goes and results/accuracy.md.
+results/accuracy.json as it goes and results/accuracy.md. With --estimates nothing is compiled or written: of the plans of one device that
+recompute nothing, which are as the program is written whatever the estimate says, today's estimate is told beside what was compiled then.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
@@ -327,6 +328,19 @@ def _line(key: str, row: dict) -> str:
     return f"| {name} | {' | '.join(cells)} | {f'{cycles * 1e3:,.2f}' if cycles else ''} | {row['recomputed']} |"
 
 
+def estimates(found: dict[str, dict], chips: Collection[str], only: str) -> None:
+    """Prints the errors of today's estimates against results, as they were and as they are."""
+    print("| plan | memory then | now | time then | now |\n|---|---|---|---|---|", flush=True)
+    for key, row in found.items():
+        *_, sharding, setting, chip = parts = key.split(" | ")
+        if (sharding, setting) != ("one device", "off") or chip not in chips or only not in key or row["outcome"] != "compiled":
+            continue
+        told = plan_of(*parts).estimate
+        now = {"memory": told.peak_memory, "time": told.step_time - told.exposed_feed_time}
+        pairs = [(error(row, QUANTITIES[k]), n / row["rows"][QUANTITIES[k]][1] - 1) for k, n in now.items()]
+        print(f"| {key.replace(' | ', ', ')} | {' | '.join(f'{e:+.1%}' for pair in pairs for e in pair)} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default="cpu,h100,v5e,v5p")
@@ -335,10 +349,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose key holds this")
     parser.add_argument("--renew", action="store_true", help="measure again what is there already")
     parser.add_argument("--keep", type=Path, help="a folder for compiled programs: the same program is compiled once")
+    parser.add_argument("--estimates", action="store_true", help="compile nothing: today's estimates beside what was compiled")
     parser.add_argument("--out", type=Path, default=RESULTS / "accuracy.json")
     options = parser.parse_args()
     remat_cases.compile_once(options.keep)
     found: dict[str, dict] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    if options.estimates:
+        estimates(found, options.targets.split(","), options.only)
+        return
     for chip in options.targets.split(","):
         for group in options.groups.split(","):
             for model, sharding, setting in rows_of(group, every=options.every):
