@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import html
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from jaxauto import frontend
 from jaxauto.core import MATRIX, Graph, Literal, Node
 from jaxauto.cost.compute import bytes_per_flop, flops_per_second, ops_per_byte
 from jaxauto.cost.fusion import find_buffers
-from jaxauto.cost.layout import minor_dims, padding
+from jaxauto.cost.layout import minor_dims, unsplit_padding
 from jaxauto.cost.liveness import live_bytes
 from jaxauto.cost.onchip import in_hbm, place
 from jaxauto.cost.padded import live_beside_padded
@@ -244,17 +243,7 @@ def _padding(traced: Traced, graph: Graph, chip: Any) -> Callable[[int], float]:
     """Value id → by how much tiles enlarge it on one device of ``chip``."""
     groups = find_groups(graph, traced.state)
     major = major_dims(groups)
-    whole = np.zeros((1, 0), int)
-
-    @functools.cache
-    def of(shape: tuple[int, ...], minor: tuple[int, ...]) -> float:
-        return float(padding(whole, shape, minor, (), chip.tile)[0])
-
-    def padded(number: int) -> float:
-        group, dims = groups.place[number]
-        return of(graph.values[number].shape, minor_dims(major, group, dims))
-
-    return padded
+    return lambda n: unsplit_padding(graph.values[n].shape, minor_dims(major, *groups.place[n]), chip.tile)
 
 
 class _Profiler:

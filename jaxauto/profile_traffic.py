@@ -55,7 +55,7 @@ class Traffic:
         own = self._operation(node, rule, share, self.near, self.program.padded, writes) if rule.kind in OPERATIONS else 0.0
         waited = float(traffic_seconds(self.waited.get(node.id, 0.0), self.chip))
         hashed = self.hashed.get(node.id, 0.0) / share
-        copied = float(traffic_seconds(self._copied(node) if self.near.copied else 0.0, self.chip))
+        copied = float(traffic_seconds(self._copied(node), self.chip))
         return max(work, float(traffic_seconds(own, self.chip))) + copied + waited + hashed + self.launching(node)
 
     def launching(self, node: Node) -> float:

@@ -1,4 +1,5 @@
-"""Attention over short rows: python scripts/bench_short_rows.py [--target v5e:1x1] [--keep FOLDER]. Writes results/short_rows.md.
+"""Attention over short rows: python scripts/bench_short_rows.py [--target v5e:1x1] [--keep FOLDER]. Writes results/short_rows.md,
+of another chip than a v5e short_rows_CHIP.md.
 
 What ``jaxauto/cost/lanes.py`` says of copies between dots over a batch (examples and heads) and dots by weights. Train steps of two flax
 blocks, examples × rows × heads × columns of a head, nothing recomputed, compiled ahead of time: the estimate of their seconds as it is and
@@ -90,7 +91,8 @@ def main() -> None:
         lines.append(line(shape, options.target))
         print(lines[-1], flush=True)
     aot.close_workers()
-    (remat_cases.RESULTS / "short_rows.md").write_text("\n".join(lines) + "\n")
+    chip = jaxauto.Target(options.target).chip.name
+    (remat_cases.RESULTS / f"short_rows{'' if chip == 'v5e' else f'_{chip}'}.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Set
 from typing import NamedTuple
 
@@ -36,6 +37,12 @@ def padding(
     both[:, np.arange(local.shape[1]), np.arange(local.shape[1])] = np.inf
     chosen = list(minor) if len(minor) > 1 else list(range(local.shape[1]))
     return both[:, chosen][:, :, chosen].min(axis=(1, 2))
+
+
+@functools.lru_cache(maxsize=65536)
+def unsplit_padding(shape: tuple[int, ...], minor: tuple[int, ...], tile: tuple[int, int]) -> float:
+    """By how much padding enlarges a whole array: ``padding`` of one that no device shares."""
+    return float(padding(np.zeros((1, 0), int), shape, minor, (), tile)[0])
 
 
 def local_shape(positions: np.ndarray, shape: tuple[int, ...], axis_sizes: tuple[int, ...]) -> np.ndarray:

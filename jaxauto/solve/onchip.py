@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from jaxauto.cost.layout import Major, minor_dims, padding
+from jaxauto.cost.layout import Major, minor_dims, unsplit_padding
 from jaxauto.cost.liveness import Beside
 from jaxauto.cost.onchip import Near, Placed, Side, capacity, place
 from jaxauto.groups import Groups, Operation
@@ -62,12 +61,6 @@ def _side(beside: Beside, op: Operation, variant: Variant, placed: Placed, index
 
 def _filled(variant: Variant, groups: Groups, major: Major, chip: Any) -> np.ndarray:
     """Whole bytes of each buffer as it fills tiles, ``[buffers]``: which of its dimensions devices share is not known yet."""
-    values, whole = variant.rewritten.graph.values, np.zeros((1, 0), int)
-
-    @functools.cache
-    def more(shape: tuple[int, ...], minor: tuple[int, ...]) -> float:
-        return float(padding(whole, shape, minor, (), chip.tile)[0])
-
-    buffers = zip(variant.buffers.ids.tolist(), variant.origin.tolist(), variant.stacked.tolist(), strict=True)
-    factors = [more(values[n].shape, minor_dims(major, *groups.place[origin], stacked=stacked)) for n, origin, stacked in buffers]
-    return variant.buffers.bytes_ * np.array(factors)
+    b, values = variant.buffers, variant.rewritten.graph.values
+    dims = (minor_dims(major, *groups.place[n], stacked=s) for n, s in zip(variant.origin.tolist(), variant.stacked.tolist(), strict=True))
+    return b.bytes_ * [unsplit_padding(values[n].shape, minor, chip.tile) for n, minor in zip(b.ids.tolist(), dims, strict=True)]
