@@ -85,6 +85,33 @@ class Clusters:
         ``charged``: passes that are charged already."""
         self.slices[target] = stack, charged, share
 
+    def made_with(self, value: Value, roots: frozenset[int]) -> tuple[frozenset[int], bool]:
+        """Those of a fused value's roots that are not read for it if it is written: the last dot's result whose fusion can make it (the
+        gradient of what an activation is made of) and what else that makes, unless it is a sum. And whether they are not written then."""
+        node = value.producer
+        if node is None:
+            return frozenset(), False
+        for dot in sorted((r for r in roots if self._same_size(r, value.id) and self._fuses(r, frozenset())), reverse=True):
+            made = {r for r in roots if r in self.stored and dot in self.stored[r][0]}
+            summed = any(self.rules[self._node(r).id].kind is Kind.REDUCE for r in made)
+            if not summed and self._goes_along(self._node(dot), node):
+                return frozenset({dot} | made), self._goes_into_alone(dot, value.id)
+        return frozenset(), False
+
+    def _goes_into_alone(self, dot: int, number: int) -> bool:
+        """Whether all that is made of a dot's result is made of one value, sums excepted."""
+        waiting, seen = [dot], {number}
+        while waiting:
+            x = waiting.pop()
+            if x in seen:
+                continue
+            seen.add(x)
+            users = [u for u in self.values[x].users if u.id not in self.rules or self.rules[u.id].kind is not Kind.REDUCE]
+            if any(u.id not in self.rules or self.rules[u.id].kind in _APART for u in users) or not self.values[x].users:
+                return False
+            waiting += [out for u in users for out in u.outputs]
+        return True
+
     def found(self, start: Mapping[int, int], kept: Set[int]) -> Found:
         """Args: start: position of each value that has a buffer. kept: dot results that must keep theirs (of the program, of loops)."""
         result = Found()

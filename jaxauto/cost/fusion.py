@@ -345,7 +345,10 @@ class _Fusion:
                 return True
             dots = sum(self.kind(u) in FUSING and not slides(u) for u in value.users)
             heavy, rate = value.id in self.heavy, self.ops_per_byte if value.id in self.dear else 0.0
-            return dots > 1 and is_shared(value, roots, self.values, dots, narrowed=self.narrowed, heavy=heavy, ops_per_byte=rate)
+            if dots < 2:
+                return False
+            made_with = self.clusters.made_with(value, roots)
+            return is_shared(value, roots, self.values, dots, narrowed=self.narrowed, made_with=made_with, heavy=heavy, ops_per_byte=rate)
         if not user.bodies or any(link.source == value.id and link.kind is not LinkKind.CONST for link in user.links):
             return True
         return 2 * sum(self.values[r].nbytes for r in roots) > value.nbytes
