@@ -3,7 +3,11 @@
 ``t`` is made of arrays in HBM by equations that a compiler can fuse, and read by two dots, once along its rows and once along its columns.
 Compiled ahead of time for one device; ``t`` is written where the temporaries hold it. (The planner also writes cheap products of two: in a
 step one of the two is often what a dot makes, and the product is made with that.) Moved: bytes that making it in each dot reads, as a
-share of those of writing it once (``cost/patterns.py``, ``is_shared``). Writes results/shared.md.
+share of those of writing it once (``cost/patterns.py``, ``is_shared``).
+
+Then the same of what is made of a dot's result and more, as gradients through activations are: where that is written, the fusion of the dot
+makes it and the result itself is not (``cost/clusters.py``, ``made_with``). The matrices are narrow, so that a step takes as long as the
+bytes it moves: told as passes over one array of 256 MiB. Writes results/shared.md.
 """
 
 from __future__ import annotations
@@ -61,13 +65,60 @@ def share(types: tuple[str, ...]) -> float:
     return 2 * wide / (wide + 3 * own)
 
 
-def temporaries(name: str, target: str) -> tuple[float, float]:
-    """Bytes of temporaries, estimated and compiled."""
-    step, args = step_of(*CASES[name])
+def gradient_of(activation: Callable) -> Callable:
+    """The gradients in all that an activation is made of, by the gradient in its result."""
+    return lambda g, *made_of: jax.vjp(activation, *made_of)[1](g)
+
+
+# name → what is made (in float32) of a dot's result and of arrays, their types ("rows": of one number for each row)
+GRADIENTS: dict[str, tuple[Callable, tuple[str, ...]]] = {
+    "through a relu": (gradient_of(jax.nn.relu), ("bfloat16",)),
+    "through a gelu": (gradient_of(jax.nn.gelu), ("bfloat16",)),
+    "through a gelu, and its bias's": (gradient_of(jax.nn.gelu), ("bfloat16",)),
+    "through a gate": (gradient_of(lambda a, b: a * jax.nn.silu(b)), ("bfloat16", "bfloat16")),
+    "through a softmax": (lambda g, p: (p * (g - (g * p).sum(-1, keepdims=True)),), ("bfloat16",)),
+    "times a float32": (lambda g, a: (g * a,), ("float32",)),
+    "times two": (lambda g, a, b: (g * a * b,), ("bfloat16", "bfloat16")),
+    "times a number for each row": (lambda g, a: (g * a,), ("rows",)),
+}
+
+
+def gradient_step(name: str) -> tuple[Callable, tuple]:
+    make, types = GRADIENTS[name]
+
+    def step(dy, matrix, roots, left, right):
+        made = make((dy @ matrix).astype(jnp.float32), *(x.astype(jnp.float32) for x in roots))
+        ts = [t.astype(jnp.bfloat16) for t in made]
+        read = [(t @ left, jax.lax.dot_general(t, right, (((0,), (0,)), ((), ())))) for t in ts]
+        return read, [t.sum(0, dtype=jnp.float32) for t in ts if "bias" in name]
+
+    rows, columns = (jax.ShapeDtypeStruct((n, WIDTH), "bfloat16") for n in (ROWS, COLUMNS))
+    wide = {t: jax.ShapeDtypeStruct((ROWS, 1), "float32") if t == "rows" else jax.ShapeDtypeStruct((ROWS, COLUMNS), t) for t in types}
+    return step, (rows, jax.ShapeDtypeStruct((WIDTH, COLUMNS), "bfloat16"), tuple(wide[t] for t in types), columns, rows)
+
+
+def compiled(step: Callable, args: tuple, target: str) -> jaxauto.verify.Verification:
+    """The step beside its estimate."""
     plan = jaxauto.plan(step, *args, target=target, mesh={"data": 1}, remat="off", donate_argnums=(), certify=False, progress=False)
     plan.__dict__["compilation"] = compile_ahead(plan, 600)
-    row = plan.verify().row("temporaries")
-    return row.estimated or 0.0, row.compiled or 0.0
+    return plan.verify()
+
+
+def cell(a: float, b: float, digits: int) -> str:
+    """Estimated, compiled."""
+    return f"{a:.{digits}f}, {b:.{digits}f}" + ("" if abs(a - b) < 0.1 * b + 1e-9 else " **!**")
+
+
+def temporaries(name: str, target: str) -> str:
+    row = compiled(*step_of(*CASES[name]), target).row("temporaries")
+    a, b = (row.estimated or 0.0) / MIB, (row.compiled or 0.0) / MIB
+    return cell(a, b, 0) if max(a, b) > 0.1 * ROWS * COLUMNS * 2 / MIB else "0, 0"
+
+
+def passes(name: str, target: str) -> str:
+    row = compiled(*gradient_step(name), target).row("step time (roofline of the schedule)")
+    rate = jaxauto.Target(target).chip.hbm_bandwidth / (ROWS * COLUMNS * 2)
+    return cell((row.estimated or 0.0) * rate, (row.compiled or 0.0) * rate, 1)
 
 
 def main() -> None:
@@ -80,9 +131,12 @@ def main() -> None:
     lines += [f"- {c.name}: the vector unit does {c.vector_flops / c.hbm_bandwidth:.1f} operations while HBM moves a byte." for c in chips]
     lines += ["", f"| made of | moved | {' | '.join(targets)} |", "|---|---|" + "---|" * len(targets)]
     for name, (_, types) in CASES.items():
-        found = [temporaries(name, target) for target in targets]
-        cells = [f"{a / MIB:.0f}, {b / MIB:.0f}" + ("" if abs(a - b) < 0.1 * ROWS * COLUMNS else " **!**") for a, b in found]
-        lines.append(f"| {name} | {share(types):.2f} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {share(types):.2f} | {' | '.join(temporaries(name, target) for target in targets)} |")
+        print(lines[-1], flush=True)
+    lines += ["", "Made of a dot's result, and more; passes over 256 MiB: estimated, by the compiled schedule.", ""]
+    lines += [f"| a gradient | {' | '.join(targets)} |", "|---|" + "---|" * len(targets)]
+    for name in GRADIENTS:
+        lines.append(f"| {name} | {' | '.join(passes(name, target) for target in targets)} |")
         print(lines[-1], flush=True)
     close_workers()
     (HERE / "results" / "shared.md").write_text("\n".join(lines) + "\n")

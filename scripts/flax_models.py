@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from bench_vision import abstract, floats, ints, train_step
+from flax_decoders import Llama, rotated
 
 HALF = jnp.bfloat16
 Step = tuple[Callable, tuple]
@@ -268,8 +269,8 @@ class Mixer(nn.Module):
         return nn.Dense(1000)(x.mean(1).astype(jnp.float32))
 
 
-def language(n: int, *, kept: bool = True) -> Step:
-    m, tokens = Language(kept=kept), ints(n, 1024)
+def language(n: int, m: nn.Module) -> Step:
+    tokens = ints(n, 1024)
     return step_of(lambda p, t: _tokens(m.apply(p, t), t), init_of(m, tokens), (tokens,))
 
 
@@ -419,8 +420,10 @@ MODELS: dict[str, tuple[Callable[[int], Step], int]] = {
     "autoencoder": (vae, 64),
     "diffusion": (diffusion, 64),
     "PPO": (ppo, 4096),
-    "language model": (language, 8),
-    "language model, nn.remat": (partial(language, kept=False), 8),
+    "language model": (partial(language, m=Language()), 8),
+    "language model, nn.remat": (partial(language, m=Language(kept=False)), 8),
+    "Llama": (partial(language, m=Llama()), 8),
+    "Llama, rotated": (partial(language, m=Llama(heads=16, groups=16, rotary=rotated)), 8),
     "LoRA": (lora, 8),
     "microbatches": (microbatches, 16),
     "CLIP": (clip, 128),

@@ -249,7 +249,7 @@ class _Fusion:
         if kind is Kind.EXPENSIVE or not self.dear.isdisjoint(fused):
             self.dear.add(number)
         if softmax and self.clusters:
-            (self.summed if keeps_exp(value, sums, self.values) else self.clusters.apart).add(number)
+            (self.summed if keeps_exp(value, roots, sums, self.values) else self.clusters.apart).add(number)
         moved = kind is Kind.MOVE and not self.is_layout(node)
         turned = any(self.moved.get(x, False) for x in operands)  # orders everything that it is part of
         moved = moved or turned or any(2 * self.values[x].elements >= value.elements for x in operands if x in self.moved)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from jaxauto.core import Kind, Node, OpRule, Value
-from jaxauto.flow import is_widening
 
 ROW = 4096  # elements: a softmax over as many does not fuse with the dot that makes its operand
 LONG = 4096  # elements: over more it writes no exp either
@@ -115,17 +114,16 @@ def _longest(value: Value, sums: Sequence[Node]) -> float:
     return max(value.elements / max(1, user.eqn.outvars[0].aval.size) for user in sums)
 
 
-def keeps_exp(value: Value, sums: Sequence[Node], values: Mapping[int, Value]) -> bool:
+def keeps_exp(value: Value, roots: Iterable[int], sums: Sequence[Node], values: Mapping[int, Value]) -> bool:
     """Whether the exp of a softmax is written with its sums, for the second pass to read. Else both passes make it from the scores.
 
-    So do dots of the forward pass and of the backward pass where the scores, as they are shifted, are of a narrower type.
+    So do dots of the forward pass and of the backward pass where all as large that it is made of (``roots``) is of a narrower type,
+    whatever is done to it on the way: scaled, masked, shifted.
     """
     if _longest(value, sums) > LONG or is_flat(value):
         return False
-    node = value.producer
-    shifted = values[node.inputs[0]].producer if node is not None and isinstance(node.inputs[0], int) else None
-    scores = values[shifted.inputs[0]].producer if shifted is not None and isinstance(shifted.inputs[0], int) else None
-    return scores is None or not is_widening(scores, values) or len(_passes(value, values)) < 2
+    wide = [values[r].dtype.itemsize for r in roots if values[r].elements == value.elements]
+    return not wide or max(wide) >= value.dtype.itemsize or len(_passes(value, values)) < 2
 
 
 def _passes(value: Value, values: Mapping[int, Value]) -> set[bool]:

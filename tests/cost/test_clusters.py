@@ -182,11 +182,15 @@ def test_the_gradient_of_scores_that_two_dots_read_is_written_and_the_scores_are
 
 
 @pytest.mark.parametrize(("dtype", "both", "stored"), [("bfloat16", True, 0), ("float32", True, 1), ("bfloat16", False, 1)])
-def test_the_exp_of_narrow_scores_is_not_written_if_dots_of_both_passes_make_it(dtype, both, stored):
-    """As compiled for v5p: what attention keeps for its backward pass is bfloat16 scores, or the exp in float32 and the weights."""
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_exp_of_narrow_scores_is_not_written_if_dots_of_both_passes_make_it(dtype, both, stored, masked):
+    """As compiled for v5p: what attention keeps for its backward pass is bfloat16 scores, or the exp in float32 and the weights. On v5e
+    scores that are scaled and masked in float32 are kept no wider."""
 
     def attention(q, k):
         scores = jnp.einsum("blhk,bmhk->bhlm", q, k, preferred_element_type=dtype).astype(jnp.float32)
+        if masked:
+            scores = jnp.where(jnp.tril(jnp.ones((64, 64), bool)), scores / 3, -1e9)
         return jnp.einsum("bhlm,bmhk->blhk", jax.nn.softmax(scores).astype(q.dtype), k)
 
     def fn(q, k):
