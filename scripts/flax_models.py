@@ -422,8 +422,6 @@ MODELS: dict[str, tuple[Callable[[int], Step], int]] = {
     "PPO": (ppo, 4096),
     "language model": (partial(language, m=Language()), 8),
     "language model, nn.remat": (partial(language, m=Language(kept=False)), 8),
-    "Llama": (partial(language, m=Llama()), 8),
-    "Llama, rotated": (partial(language, m=Llama(heads=16, groups=16, rotary=rotated)), 8),
     "LoRA": (lora, 8),
     "microbatches": (microbatches, 16),
     "CLIP": (clip, 128),
@@ -433,4 +431,6 @@ MODELS: dict[str, tuple[Callable[[int], Step], int]] = {
     "WaveNet": (wavenet, 8),
     "tagger": (tagger, 128),
     "heat equation": (heat, 16384),
+    "Llama": (partial(language, m=Llama()), 8),
+    "Llama, rotated": (partial(language, m=Llama(heads=16, groups=16, rotary=rotated)), 8),
 }
