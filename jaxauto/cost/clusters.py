@@ -3,6 +3,7 @@
 A cluster is one dot and the fused values that are made of its result before another dot has a say. Then
 - the result itself is not written, nor what only the cluster reads (scores and their maxima before a softmax)     ``Found.absorbed``
 - what needs a sum that takes a pass of its own is not made in it                                                 ``Clusters._first_pass``
+- nor what puts elements of the result elsewhere                                                                ``moving.py``
 - a result that is written has its own sums and maxima made beside it, without reading it again                   ``Clusters._beside``
 - on one device the optimizer is part of it, with the gradient that the dot makes                               ``Clusters._goes_along``
 - an elementwise operand is not written either: a dot or convolution reads what that is made of                  ``Clusters.feed``
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 
 from jaxauto.core import MATRIX, Kind, Node, OpRule, Value
 from jaxauto.cost.liveness import Beside
+from jaxauto.cost.moving import Moving
 from jaxauto.cost.patterns import ROW, is_flat, lanes_filled, sums_later
 
 FUSING = MATRIX
@@ -64,6 +66,7 @@ class Clusters:
         self.held: dict[int, tuple[int, ...]] = {}  # operand or result of a dot without a buffer → what holds it
         self.apart: set[int] = set()  # softmax: exps that their sums are not made beside
         self.in_tuple: set[int] = set()  # one of several results of a fusion
+        self.moving = Moving(values, rules)
         self.slices: dict[int, tuple[frozenset[int], float, float]] = {}  # what a trip reads of a stack → see ``cut``
 
     def use(self, roots: frozenset[int]) -> None:
@@ -91,7 +94,8 @@ class Clusters:
         node = value.producer
         if node is None:
             return frozenset(), False
-        for dot in sorted((r for r in roots if self._same_size(r, value.id) and self._fuses(r, frozenset())), reverse=True):
+        in_place = roots - self.moving.moved.get(value.id, frozenset())
+        for dot in sorted((r for r in in_place if self._same_size(r, value.id) and self._fuses(r, frozenset())), reverse=True):
             made = {r for r in roots if r in self.stored and dot in self.stored[r][0]}
             summed = any(self.rules[self._node(r).id].kind is Kind.REDUCE for r in made)
             if not summed and self._goes_along(self._node(dot), node):
@@ -159,9 +163,9 @@ class Clusters:
         for number, (roots, at) in sorted(self.stored.items(), key=lambda item: item[1][1]):
             value = self.values[number]
             ready = earliest[number] = max((earliest.get(r, start.get(r, 0)) for r in roots), default=0)
-            if number not in start or value.producer is None or self.rules[value.producer.id].kind is Kind.REDUCE:
+            if number not in start or self._is_alone(value):
                 continue
-            backward, dot = value.producer.backward, self._dot_before(at)
+            backward, dot = self._node(number).backward, self._dot_before(at)
             for root in (r for r in roots if 2 * self.values[r].elements >= value.elements):
                 near = (p for p, b in readers.get(root, ()) if b == backward or (p > dot if backward else self._dot_before(p) <= ready))
                 begun = [p for p in near if ready <= p < at]
@@ -180,12 +184,12 @@ class Clusters:
         for number, (roots, at) in sorted(self.stored.items(), key=lambda item: item[1][1]):
             value = self.values[number]
             ready[number] = max((ready.get(r, start.get(r, 0)) for r in roots), default=0)
-            if number not in mine or value.producer is None or self.rules[value.producer.id].kind is Kind.REDUCE:
+            if number not in mine or self._is_alone(value):
                 ready[number] = at
                 yield from roots if number in mine else ()
                 continue
             wide = [r for r in roots if self._same_size(r, number)]
-            back = value.producer.backward
+            back = self._node(number).backward
             begun = [p for r in wide for p, b in readers.get(r, ()) if b == back and ready[number] <= p]
             mine_at = min(begun, default=at)
             made.setdefault(mine_at, []).append(number)
@@ -196,6 +200,10 @@ class Clusters:
             for r in (*wide, number):
                 readers.setdefault(r, []).append((mine_at, back))
         self.in_tuple.update(n for numbers in made.values() if len(numbers) > 1 for n in numbers)
+
+    def _is_alone(self, value: Value) -> bool:
+        """Whether no pass makes a value beside others: a sum, what moves elements."""
+        return value.producer is None or value.id in self.moving.passes or self.rules[value.producer.id].kind is Kind.REDUCE
 
     def _same_size(self, a: int, b: int) -> bool:
         return self.values[a].elements == self.values[b].elements
@@ -211,7 +219,8 @@ class Clusters:
             direct = [r for r in roots if r in start and self._fuses(r, kept)]
             for dot in direct:
                 readers.setdefault(dot, []).append(number)
-            dots = {*direct, *(owner[r] for r in roots if r in owner)}
+            in_place = roots - self.moving.moved.get(number, frozenset())
+            dots = {*in_place.intersection(direct), *(owner[r] for r in in_place if r in owner)}
             node = self.values[number].producer
             if dots and node is not None:
                 last = max(dots, key=start.__getitem__)
@@ -278,7 +287,8 @@ class Clusters:
         """Sum or maximum of a dot's result → the dot: made as the result is written, which is not read for it."""
         found: dict[int, int] = {}
         for number, (roots, _) in sorted(self.stored.items(), key=lambda item: item[1][1]):
-            dots = {r for r in roots if r in start and r not in self.stored and self._is_dot(r)}
+            in_place = roots - self.moving.moved.get(number, frozenset())
+            dots = {r for r in in_place if r in start and r not in self.stored and self._is_dot(r)}
             node = self.values[number].producer
             last = max(dots, key=start.__getitem__, default=None)
             if number in owner or last is None or node is None or self.rules[node.id].kind is not Kind.REDUCE:

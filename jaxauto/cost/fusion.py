@@ -255,10 +255,12 @@ class _Fusion:
         moved = moved or turned or any(2 * self.values[x].elements >= value.elements for x in operands if x in self.moved)
         if self.kernels:
             self.kernels.meet(node, number, operands, self.virtual)
+        apart = self.clusters is not None and self.clusters.moving.meet(node, number, self.virtual, roots)
         if self.rounded and kind is Kind.REDUCE and is_in_steps(node):
             self.write_for_one(operands)
         drawn = number in self.drawn or (self.rounded and hashes(node))
-        wanted = writes or drawn or any(self.is_read(value, u, roots) for u in value.users)
+        joined = self.clusters is not None and self.clusters.moving.is_joined(value)
+        wanted = writes or drawn or apart or joined or any(self.is_read(value, u, roots) for u in value.users)
         if not wanted and (wanted := number in outputs) and number not in self.heavy:
             self.made_twice[number] = roots
         if self.kernels:
@@ -275,7 +277,7 @@ class _Fusion:
                 self.unwritten.add(number)
             if kind is Kind.SCATTER or node.prim == "dynamic_update_slice":
                 self.writers.append((self.clock, number, self.roots(operands[0]) if operands else roots))
-            elif not (writes or moved or (self.kernels and self.kernels.writes_beside(value))):
+            elif not (writes or moved or apart or (self.kernels and self.kernels.writes_beside(value))):
                 self.writers.append((self.clock, number, roots))
         else:
             self.virtual[number] = roots
@@ -307,9 +309,9 @@ class _Fusion:
         """What XLA:TPU keeps wide or narrow for one reader, and has all others make."""
         if self.is_gathered_wide(value, roots):
             self.virtual[value.id] = roots
-        if value.users and all(
-            pads_for_dots(u, self.values) and is_only_narrowed(self.values[u.outputs[0]], self.values) for u in value.users
-        ):
+        padded = (pads_for_dots(u, self.values) and is_only_narrowed(self.values[u.outputs[0]], self.values) for u in value.users)
+        moved = self.clusters is not None and value.id in self.clusters.moving.passes and is_only_narrowed(value, self.values)
+        if moved or (value.users and all(padded)):
             self.narrowed.add(value.id)
 
     def write_for_one(self, operands: list[int]) -> None:
