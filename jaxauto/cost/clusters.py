@@ -92,15 +92,29 @@ class Clusters:
         """Those of a fused value's roots that are not read for it if it is written: the last dot's result whose fusion can make it (the
         gradient of what an activation is made of) and what else that makes, unless it is a sum. And whether they are not written then."""
         node = value.producer
-        if node is None:
-            return frozenset(), False
-        in_place = roots - self.moving.moved.get(value.id, frozenset())
-        for dot in sorted((r for r in in_place if self._same_size(r, value.id) and self._fuses(r, frozenset())), reverse=True):
-            made = {r for r in roots if r in self.stored and dot in self.stored[r][0]}
-            summed = any(self.rules[self._node(r).id].kind is Kind.REDUCE for r in made)
-            if not summed and self._goes_along(self._node(dot), node):
-                return frozenset({dot} | made), self._goes_into_alone(dot, value.id)
+        below = {r: self._dots_below(r, value.elements) for r in self._in_place(value.id, roots) if self._same_size(r, value.id)}
+        for dot in sorted(frozenset().union(*below.values()), reverse=True):
+            made = {r for r, dots in below.items() if dot in dots}
+            summed = any(dot in self.stored[r][0] for r in roots - made if r in self.stored)
+            if node is not None and not summed and self._goes_along(self._node(dot), node):
+                return frozenset(made), self._goes_into_alone(dot, value.id)
         return frozenset(), False
+
+    def _in_place(self, number: int, roots: frozenset[int]) -> frozenset[int]:
+        """Those of a value's roots whose elements lie where its own do."""
+        return roots - self.moving.moved.get(number, frozenset())
+
+    def _dots_below(self, number: int, elements: int) -> set[int]:
+        """Results of as many elements, of dots whose fusion may make a value, by way of others that are stored."""
+        found, waiting, seen = set(), [number], set()
+        while waiting:
+            seen.add(x := waiting.pop())
+            if x in self.stored:
+                below = self._in_place(x, self.stored[x][0])
+                waiting += [r for r in below if r not in seen and self.values[r].elements == elements]
+            elif self._fuses(x, frozenset()):
+                found.add(x)
+        return found
 
     def _goes_into_alone(self, dot: int, number: int) -> bool:
         """Whether all that is made of a dot's result is made of one value, sums excepted."""
@@ -219,7 +233,7 @@ class Clusters:
             direct = [r for r in roots if r in start and self._fuses(r, kept)]
             for dot in direct:
                 readers.setdefault(dot, []).append(number)
-            in_place = roots - self.moving.moved.get(number, frozenset())
+            in_place = self._in_place(number, roots)
             dots = {*in_place.intersection(direct), *(owner[r] for r in in_place if r in owner)}
             node = self.values[number].producer
             if dots and node is not None:
@@ -287,7 +301,7 @@ class Clusters:
         """Sum or maximum of a dot's result → the dot: made as the result is written, which is not read for it."""
         found: dict[int, int] = {}
         for number, (roots, _) in sorted(self.stored.items(), key=lambda item: item[1][1]):
-            in_place = roots - self.moving.moved.get(number, frozenset())
+            in_place = self._in_place(number, roots)
             dots = {r for r in in_place if r in start and r not in self.stored and self._is_dot(r)}
             node = self.values[number].producer
             last = max(dots, key=start.__getitem__, default=None)

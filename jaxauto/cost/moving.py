@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 
 from jaxauto.core import Kind, Node, OpRule, Value
 from jaxauto.rules.shape import reshape_factors
@@ -67,7 +68,7 @@ def is_regrouping(node: Node, values: Mapping[int, Value]) -> bool:
     order = turned.params["permutation"]
     pieces = {d for group in _together(cut.eqn.outvars[0].aval.shape, cut.eqn.invars[0].aval.shape) for d in group}
     merged = ([order[d] for d in group] for group in _together(turned.eqn.outvars[0].aval.shape, node.eqn.outvars[0].aval.shape))
-    return any(pieces & set(group) and any(b != a + 1 for a, b in zip(group, group[1:], strict=False)) for group in merged)
+    return any(pieces & set(group) and any(b != a + 1 for a, b in pairwise(group)) for group in merged)
 
 
 def _together(source: Sequence[int], target: Sequence[int]) -> list[list[int]]:

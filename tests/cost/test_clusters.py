@@ -143,6 +143,31 @@ def test_what_two_dots_read_is_made_twice_where_the_vector_unit_is_quick(chip, g
     assert ("convert_element_type" in made) == (softmax and not narrow)
 
 
+GRADIENTS = {
+    "relu": (lambda g, h: (jnp.where(h > 0, g, 0),), 1, ["convert_element_type"]),
+    "gelu": (lambda g, h: jax.vjp(jax.nn.gelu, h)[1](g), 1, ["convert_element_type"]),
+    "product": (lambda g, a, b: (g * a * b,), 2, ["convert_element_type"]),
+    "gate": (lambda g, a, b: jax.vjp(lambda a, b: a * jax.nn.silu(b), a, b)[1](g), 2, ["convert_element_type", "dot_general"]),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_gradient_through_an_activation_is_written_and_the_one_it_is_made_of_is_not(name):
+    """As compiled for v5e (scripts/results/shared.md). Through a gate go two gradients: one of them is made in each dot, of the dot's
+    result, which is written for that."""
+    make, count, written = GRADIENTS[name]
+
+    def fn(dy, matrix, made_of, y):
+        made = make(*(x.astype(jnp.float32) for x in (dy @ matrix, *made_of)))
+        return [(t @ y, jax.lax.dot_general(t, y, (((0,), (0,)), ((), ())))) for t in (t.astype(y.dtype) for t in made)]
+
+    wide, narrow = (jax.ShapeDtypeStruct((256, n), jnp.bfloat16) for n in (256, 8))
+    args = narrow, jax.ShapeDtypeStruct((8, 256), jnp.bfloat16), (wide,) * count, narrow
+    graph, buffers = on_tpu(fn, *args, ops_per_byte=ops_per_byte(CHIPS["v5e"]))
+    stored = (graph.values[int(n)] for n in buffers.ids)
+    assert sorted(v.producer.prim for v in stored if v.shape == wide.shape and v.producer) == written
+
+
 def gradient_of_scores(q, k, most, total, d, sums):
     """Of a softmax that is made again from scores; its sums are kept or not."""
     scores = jnp.einsum("blhk,bmhk->bhlm", q, k)
