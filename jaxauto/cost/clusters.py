@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from jaxauto.core import MATRIX, Kind, Node, OpRule, Value
 from jaxauto.cost.liveness import Beside
-from jaxauto.cost.moving import Moving
+from jaxauto.cost.moving import CUTS, Moving
 from jaxauto.cost.patterns import ROW, is_flat, lanes_filled, sums_later
 
 FUSING = MATRIX
@@ -92,29 +92,17 @@ class Clusters:
         """Those of a fused value's roots that are not read for it if it is written: the last dot's result whose fusion can make it (the
         gradient of what an activation is made of) and what else that makes, unless it is a sum. And whether they are not written then."""
         node = value.producer
-        below = {r: self._dots_below(r, value.elements) for r in self._in_place(value.id, roots) if self._same_size(r, value.id)}
-        for dot in sorted(frozenset().union(*below.values()), reverse=True):
-            made = {r for r, dots in below.items() if dot in dots}
-            summed = any(dot in self.stored[r][0] for r in roots - made if r in self.stored)
+        alike = (r for r in self._in_place(value.id, roots) if self._same_size(r, value.id) and self._fuses(r, frozenset()))
+        for dot in sorted(alike, reverse=True):
+            made = {r for r in roots if r in self.stored and dot in self.stored[r][0]}
+            summed = any(self.rules[self._node(r).id].kind is Kind.REDUCE for r in made)
             if node is not None and not summed and self._goes_along(self._node(dot), node):
-                return frozenset(made), self._goes_into_alone(dot, value.id)
+                return frozenset({dot} | made), self._goes_into_alone(dot, value.id)
         return frozenset(), False
 
     def _in_place(self, number: int, roots: frozenset[int]) -> frozenset[int]:
         """Those of a value's roots whose elements lie where its own do."""
         return roots - self.moving.moved.get(number, frozenset())
-
-    def _dots_below(self, number: int, elements: int) -> set[int]:
-        """Results of as many elements, of dots whose fusion may make a value, by way of others that are stored."""
-        found, waiting, seen = set(), [number], set()
-        while waiting:
-            seen.add(x := waiting.pop())
-            if x in self.stored:
-                below = self._in_place(x, self.stored[x][0])
-                waiting += [r for r in below if r not in seen and self.values[r].elements == elements]
-            elif self._fuses(x, frozenset()):
-                found.add(x)
-        return found
 
     def _goes_into_alone(self, dot: int, number: int) -> bool:
         """Whether all that is made of a dot's result is made of one value, sums excepted."""
@@ -351,9 +339,9 @@ class Clusters:
         return self.clusters.setdefault(node.id, _Cluster(node))
 
     def _row(self, number: int) -> float:
-        """How many elements one element is the sum of."""
-        value = self.values[number]
-        summed = value.producer.inputs[0] if value.producer is not None else None
+        """How many elements one element is the sum or maximum of."""
+        value, node = self.values[number], self._node(number)
+        summed = node.inputs[0] if node.prim not in CUTS else None
         return self.values[summed].elements / max(1, value.elements) if isinstance(summed, int) else 1.0
 
     def _charge(self, cluster: _Cluster, result: Found) -> None:

@@ -14,7 +14,7 @@ from jaxauto.core import Kind, Node, OpRule, Value
 from jaxauto.rules.shape import reshape_factors
 
 _JOINS = frozenset({"concatenate", "pad", "rev"})
-_CUTS = frozenset({"slice", "split"})
+CUTS = frozenset({"slice", "split"})
 _COMPUTED = frozenset({Kind.CHEAP, Kind.EXPENSIVE})
 
 
@@ -50,7 +50,7 @@ class Moving:
         return computed and any(self._joins(user) for user in value.users)
 
     def _joins(self, node: Node) -> bool:
-        if node.prim in _CUTS:
+        if node.prim in CUTS:
             return any(self._joins(user) for out in node.outputs for user in self.values[out].users)
         return node.prim == "concatenate"
 

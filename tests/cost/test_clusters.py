@@ -363,6 +363,18 @@ def test_a_written_result_has_its_maximum_made_beside_it():
     assert passes(fn, array(64, 16), array(16, 8192), shape=(64, 8192)) == {"dot_general": 0.0}
 
 
+def test_a_part_of_a_result_is_no_sum_and_has_its_maximum_made_beside_it():
+    """Logits of all tokens but the last, passed to where they are needed again: as compiled for v5e with 32,000 words."""
+
+    def fn(x, w):
+        logits = (x @ w)[:-1]
+        return jax.lax.optimization_barrier(logits), jnp.max(logits, -1)
+
+    graph, buffers = on_tpu(fn, array(64, 16), array(16, 8192))
+    assert {graph.values[n].producer.prim for n in buffers.in_tuple} == {"slice", "reduce_max"}
+    assert "dot_general" not in made_by(graph, buffers)
+
+
 def test_strided_slices_and_dilating_pads_are_passes_of_their_own():
     graph, buffers = on_tpu(lambda x: jnp.tanh(jax.lax.pad(jnp.exp(x[::2]) + 1, 0.0, [(0, 0, 1), (0, 0, 0)])) + 1, X)
     assert made_by(graph, buffers) == ["slice", "add", "pad", "add"]
