@@ -19,13 +19,11 @@ import jax.numpy as jnp
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from bench_shared import cell, compiled  # noqa: E402
+from bench_shared import passes  # noqa: E402
 
-import jaxauto  # noqa: E402
 from jaxauto.aot import close_workers  # noqa: E402
 
 BATCH, ROWS, COLUMNS, WIDTH = 32, 512, 8192, 128
-SIZE = BATCH * ROWS * COLUMNS * 2  # bytes
 
 
 def shift(x: jax.Array, k: int) -> jax.Array:
@@ -81,12 +79,6 @@ def programs(moves: Callable) -> dict[str, tuple[Callable, tuple]]:
         "into one": (lambda x, w: jax.nn.silu(moves(x)) @ w, (wide, into)),
         "into two": (lambda x, w, r: (lambda t: (jax.nn.silu(t) @ w, columns(t, r)))(moves(x)), (wide, into, rows)),
     }
-
-
-def passes(step: Callable, args: tuple, target: str) -> str:
-    row = compiled(step, args, target).row("step time (roofline of the schedule)")
-    rate = jaxauto.Target(target).chip.hbm_bandwidth / SIZE
-    return cell((row.estimated or 0.0) * rate, (row.compiled or 0.0) * rate, 1)
 
 
 def main() -> None:

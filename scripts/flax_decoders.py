@@ -1,4 +1,7 @@
-"""Decoders with what language models have today, in flax.linen: rotary positions, grouped queries, RMS norms, gated layers."""
+"""Decoders in flax.linen with rotary positions, grouped queries, RMS norms, gated layers.
+
+Unlike those of ``models.py``, scores come out of their dot in bfloat16 and are widened after it, as flax does by default.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +10,19 @@ from collections.abc import Callable
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from models import rotary
 
 HALF = jnp.bfloat16
 
 
-def halves(x: jax.Array) -> jax.Array:
-    """Rotary positions (arXiv 2104.09864) as MaxText writes them: ``x`` [batch, length, heads, dimension], in float32."""
-    cos, sin = _angles(x.shape[1], x.shape[-1] // 2)
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
-
-
 def rotated(x: jax.Array) -> jax.Array:
-    """The same as transformers writes it: the halves change places in an array of their own."""
-    cos, sin = (jnp.concatenate([v, v], -1).astype(x.dtype) for v in _angles(x.shape[1], x.shape[-1] // 2))
+    """Rotary positions (arXiv 2104.09864) as transformers writes them: the halves change places in an array of their own, in the type of
+    ``x`` [batch, length, heads, dimension]. ``models.rotary`` is the form of MaxText."""
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1])[:, None, None] * 10000.0 ** (-jnp.arange(half) / half)
+    cos, sin = (jnp.concatenate([v, v], -1).astype(x.dtype) for v in (jnp.cos(angles), jnp.sin(angles)))
     a, b = jnp.split(x, 2, axis=-1)
     return x * cos + jnp.concatenate([-b, a], -1) * sin
-
-
-def _angles(length: int, half: int) -> tuple[jax.Array, jax.Array]:
-    angles = jnp.arange(length)[:, None, None] * 10000.0 ** (-jnp.arange(half) / half)
-    return jnp.cos(angles), jnp.sin(angles)
 
 
 class Attention(nn.Module):
@@ -57,7 +52,7 @@ class Llama(nn.Module):
     heads: int = 8
     groups: int = 4
     words: int = 32000
-    rotary: Callable[[jax.Array], jax.Array] = halves
+    rotary: Callable[[jax.Array], jax.Array] = rotary
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:

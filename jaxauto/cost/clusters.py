@@ -3,7 +3,7 @@
 A cluster is one dot and the fused values that are made of its result before another dot has a say. Then
 - the result itself is not written, nor what only the cluster reads (scores and their maxima before a softmax)     ``Found.absorbed``
 - what needs a sum that takes a pass of its own is not made in it                                                 ``Clusters._first_pass``
-- nor what puts elements of the result elsewhere                                                                ``moving.py``
+- nor what puts elements of the result elsewhere                                                                   ``moving.py``
 - a result that is written has its own sums and maxima made beside it, without reading it again                   ``Clusters._beside``
 - on one device the optimizer is part of it, with the gradient that the dot makes                               ``Clusters._goes_along``
 - an elementwise operand is not written either: a dot or convolution reads what that is made of                  ``Clusters.feed``
