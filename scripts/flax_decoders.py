@@ -1,6 +1,6 @@
 """Decoders in flax.linen with rotary positions, grouped queries, RMS norms, gated layers.
 
-Unlike those of ``models.py``, scores come out of their dot in bfloat16 and are widened after it, as flax does by default.
+Unlike those of ``models.py``, scores come out of their dot in bfloat16 and are widened after it.
 """
 
 from __future__ import annotations

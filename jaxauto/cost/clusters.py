@@ -88,17 +88,18 @@ class Clusters:
         ``charged``: passes that are charged already."""
         self.slices[target] = stack, charged, share
 
-    def made_with(self, value: Value, roots: frozenset[int]) -> tuple[frozenset[int], bool]:
+    def made_with(self, value: Value, roots: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
         """Those of a fused value's roots that are not read for it if it is written: the last dot's result whose fusion can make it (the
-        gradient of what an activation is made of) and what else that makes, unless it is a sum. And whether they are not written then."""
+        gradient of what an activation is made of) and what else that makes, unless it is a sum. And those that are not written then."""
         node = value.producer
         alike = (r for r in self._in_place(value.id, roots) if self._same_size(r, value.id) and self._fuses(r, frozenset()))
         for dot in sorted(alike, reverse=True):
             made = {r for r in roots if r in self.stored and dot in self.stored[r][0]}
             summed = any(self.rules[self._node(r).id].kind is Kind.REDUCE for r in made)
             if node is not None and not summed and self._goes_along(self._node(dot), node):
-                return frozenset({dot} | made), self._goes_into_alone(dot, value.id)
-        return frozenset(), False
+                unread = frozenset({dot} | made)
+                return unread, unread if self._goes_into_alone(dot, value.id) else frozenset()
+        return frozenset(), frozenset()
 
     def _in_place(self, number: int, roots: frozenset[int]) -> frozenset[int]:
         """Those of a value's roots whose elements lie where its own do."""

@@ -349,8 +349,9 @@ class _Fusion:
             heavy, rate = value.id in self.heavy, self.ops_per_byte if value.id in self.dear else 0.0
             if dots < 2:
                 return False
-            made_with = self.clusters.made_with(value, roots)
-            return is_shared(value, roots, self.values, dots, narrowed=self.narrowed, made_with=made_with, heavy=heavy, ops_per_byte=rate)
+            unread, unwritten = self.clusters.made_with(value, roots)
+            known = partial(is_shared, narrowed=self.narrowed, unread=unread, unwritten=unwritten)
+            return known(value, roots, self.values, dots, heavy=heavy, ops_per_byte=rate)
         if not user.bodies or any(link.source == value.id and link.kind is not LinkKind.CONST for link in user.links):
             return True
         return 2 * sum(self.values[r].nbytes for r in roots) > value.nbytes

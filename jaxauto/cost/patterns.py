@@ -174,7 +174,8 @@ def is_shared(
     dots: int,
     *,
     narrowed: Set[int] = frozenset(),
-    made_with: tuple[Set[int], bool] = (frozenset(), False),
+    unread: Set[int] = frozenset(),
+    unwritten: Set[int] = frozenset(),
     heavy: bool = False,
     ops_per_byte: float = 0.0,
 ) -> bool:
@@ -182,13 +183,13 @@ def is_shared(
 
     Args:
       narrowed: values that are written in half their bytes.
-      made_with: those of ``roots`` that are not read for the value if it is written, and whether they are not written either then.
+      unread, unwritten: those of ``roots`` that are not read for the value, and not written, if it is written (``Clusters.made_with``).
       heavy: a transcendental is part of it, of a softmax that is made again apart.
       ops_per_byte: of a value with a transcendental in it: what the vector unit does while HBM moves a byte.
     """
     if is_turned(value, roots, values):
         return True
-    wide, beside = (sum(values[r].nbytes / (1 + (r in narrowed)) for r in rs) for rs in (roots, made_with[0]))
+    wide, read, spared = (sum(values[r].nbytes / (1 + (r in narrowed)) for r in rs) for rs in (roots, roots - unread, unwritten))
     quick = ops_per_byte > _QUICK
-    again, once = dots * wide + beside * made_with[1], wide - beside + (dots + 1) * value.nbytes
+    again, once = dots * wide + spared, read + (dots + 1) * value.nbytes
     return (heavy and not quick) or again > (_WORTH_QUICK if quick else _WORTH) * once
