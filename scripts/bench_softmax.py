@@ -33,6 +33,7 @@ FORMS = {  # queries, keys: groups and heads; the two einsums
 ROWS = (512, 1024, 2048, 4096)
 KINDS = ("alone", "with gradients", "in both passes", "written")
 HEADS, SCORES = (64, 128), 2**27  # elements
+MIB = 2**20
 FEWEST = 1.0  # bytes for an element of the scores: what moves less is not listed
 
 
@@ -66,15 +67,19 @@ def program(form: str, depth: int, row: int, dtype: str, kind: str) -> tuple[Cal
 
 
 def measure(target: str, form: str, depth: int, row: int, dtype: str, kind: str) -> str:
-    """A table row: milliseconds estimated and of the schedule, bytes that each fusion moves for an element of the scores."""
+    """A table row: milliseconds estimated and of the schedule, MiB estimated and compiled, bytes that each fusion moves for an element of
+    the scores."""
     fn, args = program(form, depth, row, dtype, kind)
     plan = jaxauto.plan(fn, *args, target=target, certify=False, progress=False)
-    schedule = schedule_of(plan, hlo.parse(compile_ahead(plan, 900).text))
+    compilation = compile_ahead(plan, 900)
+    schedule = schedule_of(plan, hlo.parse(compilation.text))
     elements = sequences(row) * 16 * row * row
     moved = sorted((r.hbm_bytes * r.count / elements for r in schedule.breakdown), reverse=True)
     passes = ", ".join(f"{b:.1f}" for b in moved if b > FEWEST)
     told, found = plan.estimate.compute_time, schedule.compute_seconds
-    return f"| {form} | {depth} | {row:,} | {dtype} | {kind} | {1e3 * told:.2f} | {1e3 * found:.2f} | {told / found - 1:+.1%} | {passes} |"
+    size, real = plan.estimate.peak_memory, compilation.device_bytes
+    figures = f"{1e3 * told:.2f} | {1e3 * found:.2f} | {told / found - 1:+.1%} | {size / MIB:.0f} | {real / MIB:.0f} | {size / real - 1:+.1%}"
+    return f"| {form} | {depth} | {row:,} | {dtype} | {kind} | {figures} | {passes} |"
 
 
 def main() -> None:
@@ -85,10 +90,11 @@ def main() -> None:
     target, rows = options.target, [int(n) for n in options.rows.split(",")]
     suffix = "" if target.startswith("v5e") else f"_{target.split(':')[0]}"
     head = (
-        "| scores | head dimension | keys | made in | program | ms estimated | of the schedule | error | bytes of each fusion for a score |"
+        "| scores | head dimension | keys | made in | program | ms estimated | of the schedule | error "
+        "| MiB estimated | compiled | error | bytes of each fusion for a score |"
     )
     lines = ["# Passes over the scores of attention", "", f"Made by scripts/bench_softmax.py on {target}; jax {jax.__version__}.", "", head]
-    lines.append("|---|" + "---|" * 8)
+    lines.append("|---|" + "---|" * 11)
     for form, depth, dtype, kind, row in itertools.product(FORMS, HEADS, ("float32", "bfloat16"), KINDS, rows):
         lines.append(measure(target, form, depth, row, dtype, kind))
         print(lines[-1], flush=True)

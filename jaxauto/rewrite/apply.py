@@ -1,7 +1,8 @@
 """A plan's decisions on a graph: what is recomputed, and where arrays are pinned to shardings. The only user of with_sharding_constraint.
 
 GSPMD and Shardy propagate what they are told and guess the rest; parameters' shardings alone make them guess wrong. So every result of
-an operation, every operand of one, every loop input and both ends of every resharding are pinned.
+an operation, every operand of one, every loop input and both ends of every resharding are pinned, but for results that can only be sharded
+as planned (``implied.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jaxauto import compat
 from jaxauto.core import Decisions, Graph, Node, Sharding
 from jaxauto.graph import walk
 from jaxauto.masks import kept_masks
-from jaxauto.rewrite import for_gpu
+from jaxauto.rewrite import for_gpu, implied
 from jaxauto.rewrite.evaluate import Pins, evaluator
 from jaxauto.rewrite.offload import offload
 from jaxauto.rewrite.order import habits_of, in_order
@@ -91,12 +92,34 @@ class _Constraints(Pins):
         origin = self.origin.get(number, number)
         stacked = number in self.stacked
         made, kept = self.decisions.made.get(origin), self.decisions.values.get(origin)
+        if not stacked and made in (None, kept) and self._is_implied(number, kept):
+            made = kept = None
         array = array if made is None else self.pinned(array, made, stacked=stacked)
         if made is not None and kept is not None and len(made) == len(kept) and not stacked:
             array = bring(array, made, kept, dict(self.mesh.shape), self.pinned)
         array = array if kept is None else self.pinned(array, kept, stacked=stacked)
         array = lax.optimization_barrier(array) if number in self.drawn else array
         return compat.in_row_major(array) if number in self.row_major else array
+
+    def _is_implied(self, number: int, sharding: Sharding | None) -> bool:
+        """Whether a dot of the backward pass has its result split over all devices by its operands alone. Of the forward pass they are
+        pinned: they are joined with others, and propagation goes that way too (seen in a DLRM: its features were gathered)."""
+        node = self.values[number].producer
+        if sharding is None or node is None or node.prim != "dot_general" or not node.backward:
+            return False
+        lhs, rhs = (self._of_operand(node, index) for index in (0, 1))
+        return (
+            implied.is_whole(sharding, self.mesh.shape)
+            and lhs is not None
+            and rhs is not None
+            and implied.of_dot(node, lhs, rhs) == sharding
+        )
+
+    def _of_operand(self, node: Node, index: int) -> Sharding | None:
+        """What an operand is pinned to."""
+        name, number = self.origin.get(node.outputs[0], node.outputs[0]), node.inputs[index]
+        value = self.decisions.values.get(self.origin.get(number, number)) if isinstance(number, int) else None
+        return self.decisions.operands.get((name, index), value)
 
     def operand(self, node: Node, index: int, array: Any, env: Mapping[int, Any]) -> Any:
         if not node.outputs or node.prim == "optimization_barrier":  # what it lets pass is called as what made that
