@@ -346,9 +346,10 @@ class _Fusion:
             if is_of_images(value, user, roots, self.values):
                 return True
             dots = sum(self.kind(u) in FUSING and not slides(u) for u in value.users)
-            heavy, rate = value.id in self.heavy, self.ops_per_byte if value.id in self.dear else 0.0
-            if dots < 2:
+            wide = {r for r in roots if 2 * self.values[r].elements >= value.elements}
+            if dots < 2 or (wide and wide <= self.summed):  # of exps that are kept each dot makes its probabilities
                 return False
+            heavy, rate = value.id in self.heavy, self.ops_per_byte if value.id in self.dear else 0.0
             unread, unwritten = self.clusters.made_with(value, roots)
             known = partial(is_shared, narrowed=self.narrowed, unread=unread, unwritten=unwritten)
             return known(value, roots, self.values, dots, heavy=heavy, ops_per_byte=rate)

@@ -7,9 +7,10 @@ dimensions of one element.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from jaxauto.core import Kind, Node, OpRule, Value
+from jaxauto.flow import is_widening
 
 ROW = 4096  # elements: a softmax over as many does not fuse with the dot that makes its operand
 LONG = 4096  # elements: over more it writes no exp either
@@ -117,13 +118,36 @@ def _longest(value: Value, sums: Sequence[Node]) -> float:
 def keeps_exp(value: Value, roots: Iterable[int], sums: Sequence[Node], values: Mapping[int, Value]) -> bool:
     """Whether the exp of a softmax is written with its sums, for the second pass to read. Else both passes make it from the scores.
 
-    So do dots of the forward pass and of the backward pass where all as large that it is made of (``roots``) is of a narrower type,
-    whatever is done to it on the way: scaled, masked, shifted.
+    So do dots of the forward pass and of the backward pass where all as large that it is made of (``roots``) is of a narrower type, if it
+    is shifted as it is widened. If it is scaled or masked between, so they do where the scores come out of their dot with dimensions in
+    another order (grouped queries): XLA:TPU moves that to where they are used, and each pass has an exp of its own (results/softmax.md).
     """
     if _longest(value, sums) > LONG or is_flat(value):
         return False
     wide = [values[r].dtype.itemsize for r in roots if values[r].elements == value.elements]
-    return not wide or max(wide) >= value.dtype.itemsize or len(_passes(value, values)) < 2
+    if not wide or max(wide) >= value.dtype.itemsize or len(_passes(value, values)) < 2:
+        return True
+    return not (_is_shifted_as_widened(value, values) or any(node.prim == "transpose" for node in _above(value, values)))
+
+
+def _is_shifted_as_widened(value: Value, values: Mapping[int, Value]) -> bool:
+    node, shifted = value.producer, None
+    if node is not None and isinstance(node.inputs[0], int) and (below := values[node.inputs[0]].producer) is not None:
+        shifted = values[below.inputs[0]].producer if isinstance(below.inputs[0], int) else None
+    return shifted is None or is_widening(shifted, values)
+
+
+def _above(value: Value, values: Mapping[int, Value]) -> Iterator[Node]:
+    """What makes a value, and all as large that this is made of, from the last dot on."""
+    waiting, seen = [value], {value.id}
+    while waiting:
+        node = waiting.pop().producer
+        if node is None or node.prim == "dot_general":
+            continue
+        yield node
+        made = [values[x] for x in node.inputs if isinstance(x, int) and x not in seen and values[x].elements == value.elements]
+        seen.update(x.id for x in made)
+        waiting += made
 
 
 def _passes(value: Value, values: Mapping[int, Value]) -> set[bool]:
