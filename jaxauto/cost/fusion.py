@@ -34,6 +34,7 @@ from jaxauto.cost.patterns import (
     is_shifted,
     is_softmax,
     is_strided,
+    is_written_wide,
     keeps_exp,
     pads_for_dots,
     slides,
@@ -243,13 +244,14 @@ class _Fusion:
             self.costly.add(number)
         sums = [u for u in value.users if self.kind(u) is Kind.REDUCE] if self.clusters and kind is Kind.EXPENSIVE else []
         softmax = is_softmax(value, sums)
+        shifted = kind is Kind.EXPENSIVE and not softmax and is_shifted(value, self.values)
         below = (2 * self.values[x].elements >= value.elements for x in self.heavy.intersection(fused))  # that of a row is made apart
-        if (kind is Kind.EXPENSIVE and not softmax and not is_shifted(value, self.values)) or any(below):
+        if (kind is Kind.EXPENSIVE and not softmax and not shifted) or any(below):
             self.heavy.add(number)
         if kind is Kind.EXPENSIVE or not self.dear.isdisjoint(fused):
             self.dear.add(number)
-        if softmax and self.clusters:
-            (self.summed if keeps_exp(value, roots, sums, self.values) else self.clusters.apart).add(number)
+        if self.clusters and (softmax or shifted):
+            self.meet_softmax(value, roots, sums if softmax else [])
         moved = kind is Kind.MOVE and not self.is_layout(node)
         turned = any(self.moved.get(x, False) for x in operands)  # orders everything that it is part of
         moved = moved or turned or any(2 * self.values[x].elements >= value.elements for x in operands if x in self.moved)
@@ -283,6 +285,13 @@ class _Fusion:
             self.virtual[number] = roots
             if moved:
                 self.moved[number] = turned or node.prim == "transpose"
+
+    def meet_softmax(self, value: Value, roots: frozenset[int], sums: list[Node]) -> None:
+        """An exp that ``sums`` sum, or that is made again where those are kept: is it written?"""
+        if keeps_exp(value, roots, sums, self.values) if sums else is_written_wide(value, roots, self.values):
+            self.summed.add(value.id)
+        elif sums and self.clusters:
+            self.clusters.apart.add(value.id)
 
     def narrow(self, node: Node) -> int | None:
         """What is kept of a fused result, where that is not the result itself: what is widened."""

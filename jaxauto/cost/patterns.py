@@ -124,10 +124,24 @@ def keeps_exp(value: Value, roots: Iterable[int], sums: Sequence[Node], values: 
     """
     if _longest(value, sums) > LONG or is_flat(value):
         return False
+    narrow = _is_widened(value, roots, values) and len(_passes(value, values)) > 1
+    return not (narrow and _is_cheap(value, values))
+
+
+def is_written_wide(value: Value, roots: Iterable[int], values: Mapping[int, Value]) -> bool:
+    """Whether an exp that is made again of narrow scores (``is_shifted``) is written all the same, for several to read."""
+    return len(value.users) > 1 and not is_flat(value) and _is_widened(value, roots, values) and not _is_cheap(value, values)
+
+
+def _is_widened(value: Value, roots: Iterable[int], values: Mapping[int, Value]) -> bool:
+    """Whether all as large that a value is made of is of a narrower type."""
     wide = [values[r].dtype.itemsize for r in roots if values[r].elements == value.elements]
-    if not wide or max(wide) >= value.dtype.itemsize or len(_passes(value, values)) < 2:
-        return True
-    return not (_is_shifted_as_widened(value, values) or any(node.prim == "transpose" for node in _above(value, values)))
+    return bool(wide) and max(wide) < value.dtype.itemsize
+
+
+def _is_cheap(value: Value, values: Mapping[int, Value]) -> bool:
+    """Whether each reader makes the exp of scores that are widened: shifted as they are, or in another order of dimensions."""
+    return _is_shifted_as_widened(value, values) or any(node.prim == "transpose" for node in _above(value, values))
 
 
 def _is_shifted_as_widened(value: Value, values: Mapping[int, Value]) -> bool:
@@ -138,11 +152,11 @@ def _is_shifted_as_widened(value: Value, values: Mapping[int, Value]) -> bool:
 
 
 def _above(value: Value, values: Mapping[int, Value]) -> Iterator[Node]:
-    """What makes a value, and all as large that this is made of, from the last dot on."""
+    """What makes a value, and all as large that this is made of, from the last dot on, or from what is in memory."""
     waiting, seen = [value], {value.id}
     while waiting:
         node = waiting.pop().producer
-        if node is None or node.prim == "dot_general":
+        if node is None or node.prim in ("dot_general", "optimization_barrier"):
             continue
         yield node
         made = [values[x] for x in node.inputs if isinstance(x, int) and x not in seen and values[x].elements == value.elements]

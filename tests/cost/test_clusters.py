@@ -233,6 +233,20 @@ def test_the_exp_of_narrow_scores_is_not_written_if_dots_of_both_passes_make_it(
     assert made.count("div") == 0
 
 
+@pytest.mark.parametrize(("scale", "dtype", "stored"), [(1, "bfloat16", 0), (3, "bfloat16", 1), (3, "float32", 0)])
+def test_an_exp_that_is_made_again_of_narrow_scores_is_written_if_they_are_scaled_between(scale, dtype, stored):
+    """As compiled: a backward pass whose maxima are kept. Of float32 each dot makes it, and of what is shifted as it is widened."""
+
+    def again(q, k, highest, d):
+        scores = jnp.einsum("blhk,bmhk->bhlm", q, k, preferred_element_type=dtype).astype(jnp.float32)
+        exps = jnp.exp((scores if scale == 1 else scores / scale) - highest[..., None])
+        mixed = jnp.einsum("bhlm,bmhk->blhk", exps.astype(q.dtype), k)
+        return mixed, jnp.einsum("bhlm,bmhk->blhk", (exps * d).astype(q.dtype), k)
+
+    q, highest, d = jax.ShapeDtypeStruct((2, 64, 4, 8), jnp.bfloat16), array(2, 4, 64), array(2, 4, 64, 64)
+    assert made_by(*on_tpu(again, q, q, highest, d)).count("exp") == stored
+
+
 def softmax_of_scores(q, k):
     scores = jnp.where(jnp.arange(k.shape[0]) < 7, q @ k.T, -1e9)
     return jax.nn.softmax(scores) @ k
