@@ -108,12 +108,9 @@ class _Constraints(Pins):
         if sharding is None or node is None or node.prim != "dot_general" or not node.backward:
             return False
         lhs, rhs = (self._of_operand(node, index) for index in (0, 1))
-        return (
-            implied.is_whole(sharding, self.mesh.shape)
-            and lhs is not None
-            and rhs is not None
-            and implied.of_dot(node, lhs, rhs) == sharding
-        )
+        if lhs is None or rhs is None:
+            return False
+        return implied.is_over_all(sharding, self.mesh.shape) and implied.of_dot(node, lhs, rhs) == sharding
 
     def _of_operand(self, node: Node, index: int) -> Sharding | None:
         """What an operand is pinned to."""

@@ -24,6 +24,6 @@ def of_dot(node: Node, lhs: Sharding, rhs: Sharding) -> Sharding | None:
     return (*shared[0], *free)
 
 
-def is_whole(sharding: Sharding, mesh: Mapping[str, int]) -> bool:
+def is_over_all(sharding: Sharding, mesh: Mapping[str, int]) -> bool:
     """Whether an array is split over all devices of a mesh: propagation can add nothing to that."""
     return math.prod(mesh[axis] for axes in sharding for axis in axes) == math.prod(mesh.values())

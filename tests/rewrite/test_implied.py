@@ -39,10 +39,10 @@ def test_the_result_of_a_dot_has_what_its_operands_have(spec, lhs, rhs, result):
     assert implied.of_dot(node, lhs, rhs) == result
 
 
-def test_an_array_split_over_every_axis_is_whole():
+def test_an_array_split_over_every_axis_is_over_all():
     mesh = {"a": 2, "b": 4, "one": 1}
-    assert implied.is_whole((("a",), ("b",)), mesh) and implied.is_whole((("a", "b"), ()), mesh)
-    assert not implied.is_whole((("a",), ()), mesh)
+    assert implied.is_over_all((("a",), ("b",)), mesh) and implied.is_over_all((("a", "b"), ()), mesh)
+    assert not implied.is_over_all((("a",), ()), mesh)
 
 
 def attend(w, x):
