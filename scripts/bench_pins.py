@@ -1,7 +1,7 @@
 """What gradients that are not pinned save, compiled: python scripts/bench_pins.py [--target v5e] [--only Llama] [--keep FOLDER].
 
-→ results/pins.md. Plans of bench_accuracy.py on eight devices that recompute nothing, compiled as they are and with every dot's result
-pinned (``rewrite/implied.py``).
+→ results/pins.md; for other chips than v5e: pins_CHIP.md. Plans of bench_accuracy.py on eight devices that recompute nothing, compiled as
+they are and with every dot's result pinned (``rewrite/implied.py``).
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def main() -> None:
                 if row := measure(group, model, sharding, options.target):
                     lines.append(row)
                     print(row, flush=True)
-    (HERE / "results" / "pins.md").write_text("\n".join(lines) + "\n")
+    suffix = "" if options.target == "v5e" else f"_{options.target}"
+    (HERE / "results" / f"pins{suffix}.md").write_text("\n".join(lines) + "\n")
     close_workers()
 
 

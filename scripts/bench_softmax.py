@@ -1,6 +1,6 @@
-"""Passes over the scores of attention, estimated and compiled: python scripts/bench_softmax.py [--target h100:1] [--rows 1024].
+"""Passes over attention's scores, estimated and compiled: python scripts/bench_softmax.py [--target h100:1] [--rows 512] [--kinds alone].
 
-→ results/softmax.md; for other chips than v5e: softmax_CHIP.md.
+→ results/softmax.md; for other chips than v5e: softmax_CHIP.md; of one kind of program: softmax_KIND.md.
 What ``jaxauto/cost/patterns.py`` says of a softmax was read off these programs: heads as a batch dimension, grouped queries, one query to
 a group; scores in float32 or in bfloat16; short and long heads; rows of 512 to 4,096 keys; alone, with gradients, both ("in both passes"),
 and the probabilities alone ("written").
@@ -87,16 +87,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="v5e:1")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--kinds", default=",".join(KINDS))
     options = parser.parse_args()
+    kinds = options.kinds.split(",")
     target, rows = options.target, [int(n) for n in options.rows.split(",")]
     suffix = "" if target.startswith("v5e") else f"_{target.split(':')[0]}"
+    suffix += f"_{kinds[0].replace(' ', '_')}" if len(kinds) == 1 else ""
     head = (
         "| scores | head dimension | keys | made in | program | ms estimated | of the schedule | error "
         "| MiB estimated | compiled | error | bytes of each fusion for a score |"
     )
     lines = ["# Passes over the scores of attention", "", f"Made by scripts/bench_softmax.py on {target}; jax {jax.__version__}.", "", head]
     lines.append("|---|" + "---|" * 11)
-    for form, depth, dtype, kind, row in itertools.product(FORMS, HEADS, ("float32", "bfloat16"), KINDS, rows):
+    for form, depth, dtype, kind, row in itertools.product(FORMS, HEADS, ("float32", "bfloat16"), kinds, rows):
         lines.append(measure(target, form, depth, row, dtype, kind))
         print(lines[-1], flush=True)
     (HERE / "results" / f"softmax{suffix}.md").write_text("\n".join(lines) + "\n")

@@ -288,7 +288,8 @@ class _Fusion:
 
     def meet_softmax(self, value: Value, roots: frozenset[int], sums: list[Node]) -> None:
         """An exp that ``sums`` sum, or that is made again where those are kept: is it written?"""
-        if keeps_exp(value, roots, sums, self.values) if sums else is_written_wide(value, roots, self.values):
+        written = keeps_exp(value, roots, sums, self.values) if sums else is_written_wide(value, roots, self.values)
+        if written:
             self.summed.add(value.id)
         elif sums and self.clusters:
             self.clusters.apart.add(value.id)

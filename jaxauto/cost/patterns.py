@@ -1,7 +1,7 @@
 """What equations look like that the TPU compiler fuses in ways of its own, read off its schedules.
 
-Those of scripts/results/softmax.md, and a few more by hand: head dimensions between 64 and 127, rows of 8,192 and 32,768, matrices and
-dimensions of one element.
+Those of scripts/results/softmax.md and softmax_in_both_passes.md, and a few more by hand: head dimensions between 64 and 127, rows of
+8,192 and 32,768, matrices and dimensions of one element.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def keeps_exp(value: Value, roots: Iterable[int], sums: Sequence[Node], values: 
 
     So do dots of the forward pass and of the backward pass where all as large that it is made of (``roots``) is of a narrower type, if it
     is shifted as it is widened. If it is scaled or masked between, so they do where the scores come out of their dot with dimensions in
-    another order (grouped queries): XLA:TPU moves that to where they are used, and each pass has an exp of its own (results/softmax.md).
+    another order (grouped queries): XLA:TPU moves that to where they are used, and each pass has an exp of its own.
     """
     if _longest(value, sums) > LONG or is_flat(value):
         return False
