@@ -211,7 +211,7 @@ def test_the_gradient_of_scores_that_two_dots_read_is_written_and_the_scores_are
 @pytest.mark.parametrize(("dtype", "both"), [("bfloat16", True), ("float32", True), ("bfloat16", False)])
 def test_the_exp_of_narrow_scores_is_not_written_if_dots_of_both_passes_make_it(dtype, both, grouped, masked):
     """As compiled (softmax_in_both_passes.md): what attention keeps for its backward pass is bfloat16 scores, if those are shifted as they
-    are widened or come out of their dot in another order of dimensions. Else it keeps as many elements in float32. Weights are not written."""
+    are widened or come out of their dot in another order of dimensions. Else as many elements in float32. Weights are not written."""
 
     def attention(q, k):
         q = q.reshape(2, 64, 2, 2, 8) if grouped else q
