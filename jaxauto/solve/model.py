@@ -177,15 +177,16 @@ class Model:
 
     def buffer_sizes(self, x: np.ndarray) -> np.ndarray:
         """Bytes of HBM that each buffer takes on one device under solution ``x``, where on-chip memory is not crowded."""
-        return in_hbm(self._sizes(x), self.placed.written, self.chip)
+        return in_hbm(self.local_sizes(x), self.placed.written, self.chip)
 
     def crowded_out(self, x: np.ndarray) -> np.ndarray:
         """Bytes at each position of what would stay on chip but finds no room: ``place_on_chip`` takes all arrays to be cut evenly."""
-        sizes = self._sizes(x)
+        sizes = self.local_sizes(x)
         near = sizes - in_hbm(sizes, self.placed.written, self.chip)
         return np.maximum(live_bytes(self.buffers, near) - room(self.chip), 0.0) if near.any() else np.zeros(self.buffers.length)
 
-    def _sizes(self, x: np.ndarray) -> np.ndarray:
+    def local_sizes(self, x: np.ndarray) -> np.ndarray:
+        """Bytes of each buffer on one device, in HBM or on chip."""
         cut = np.array([self.fraction[c][x[v]] for c, (v, _) in enumerate(self.classes)])
         return self.buffers.bytes_ * cut[self.buffer_class]
 
