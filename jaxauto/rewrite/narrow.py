@@ -25,18 +25,18 @@ def only_multiplied(graph: Graph) -> frozenset[int]:
     """Values in float32, of all graphs, that products in the default precision read and nothing else but sums, which are made in the fusion
     that writes them (a bias's gradient)."""
     nodes = list(walk(graph))
-    read = {x for node in nodes if _narrows(node) for x in node.inputs if isinstance(x, int) and graph.values[x].dtype == _WIDE}
+    read = {x for node in nodes if multiplies_rounded(node) for x in node.inputs if isinstance(x, int) and graph.values[x].dtype == _WIDE}
     if not read:
         return frozenset()
     bodies = [graph, *(body for node in nodes for body in node.bodies)]
-    others = (node.inputs for node in nodes if not _narrows(node) and node.prim != "reduce_sum")
+    others = (node.inputs for node in nodes if not multiplies_rounded(node) and node.prim != "reduce_sum")
     return frozenset(read.difference(*others, *(body.outputs for body in bodies)))
 
 
 def narrow(rewritten: Rewritten) -> Rewritten:
     """The same program with a conversion of what scans give their bodies to multiply in the default precision."""
     nodes = list(walk(rewritten.graph))
-    if not any(node.prim == "scan" for node in nodes) or not any(_narrows(node) for node in nodes):
+    if not any(node.prim == "scan" for node in nodes) or not any(multiplies_rounded(node) for node in nodes):
         return rewritten
     program = Program.after(rewritten)
     bodies = [body for node in walk(program.top) if node.prim == "scan" for body in node.bodies]
@@ -47,8 +47,8 @@ def narrow(rewritten: Rewritten) -> Rewritten:
     return program.rewritten(rewritten.host)
 
 
-def _narrows(node: Node) -> bool:
-    """Whether a node multiplies float32 in the default precision."""
+def multiplies_rounded(node: Node) -> bool:
+    """Whether a node multiplies float32 in the default precision: XLA:TPU rounds what it reads to bfloat16."""
     if node.prim not in _PRODUCTS or all(v.aval.dtype != _WIDE for v in node.eqn.invars[:2]):
         return False
     asked = node.params.get("precision")
@@ -66,17 +66,17 @@ def _convert(program: Program, graph: Graph) -> None:
     """Products read conversions of the body's inputs that nothing else reads, made right before the first of them."""
     known: dict[int, int] = {}
     nodes: list[Node] = []
-    others = {x for node in graph.nodes if not _narrows(node) for x in node.inputs}.union(graph.outputs)
+    others = {x for node in graph.nodes if not multiplies_rounded(node) for x in node.inputs}.union(graph.outputs)
     given = {x for x in graph.inputs if program.values[x].dtype == _WIDE} - others
     for node in graph.nodes:
-        for x in node.inputs if _narrows(node) else ():
+        for x in node.inputs if multiplies_rounded(node) else ():
             if x in given and x not in known:
                 known[x] = _narrower(program, x)
                 eqn = ConvertEqn(node.eqn, program.values[x].aval, program.values[known[x]].aval)
                 nodes.append(
                     Node(program.new_id(), eqn, "convert_element_type", (x,), (known[x],), node.scope, node.source, backward=node.backward)
                 )
-        if _narrows(node):
+        if multiplies_rounded(node):
             read_as(node, known)
         nodes.append(node)
     graph.nodes = nodes

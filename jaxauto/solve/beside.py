@@ -184,7 +184,8 @@ def _split_bytes(model: Model, op: Operation, o: Operand, states: int) -> np.nda
     """A device's part of an operand where a dimension is split whose borders are sent, by the states of operation and group."""
     state, sent = model.states[model.var("operation", op.node.id)], [k for k, of, _ in halos(op) if of.value == o.value]
     split = np.isin(state, sent).any(-1)
-    return np.repeat((split * operand_bytes(o, op, model.values, state, model.mesh.sizes, model.chip))[:, None], states, axis=1)
+    rounded = model.operand_bytes(op, o) / model.passage_bytes(o.value)
+    return np.repeat((split * rounded * operand_bytes(o, op, model.values, state, model.mesh.sizes, model.chip))[:, None], states, axis=1)
 
 
 def _shared(model: Model) -> Iterator[Row]:
@@ -192,7 +193,7 @@ def _shared(model: Model) -> Iterator[Row]:
     for number, view, dims, begin, end in shared_operands(model):
         group, own = model.groups.place[number]
         way = Way(model.var("group", group), own, model.var("group", view), dims, *tiled(model, number, view, dims))
-        bytes_ = model.values[number].nbytes
+        bytes_ = (0.5 if model.is_rounded(number, view) else 1.0) * model.values[number].nbytes
         table = model.cached(("shared", way, bytes_), lambda way=way, n=bytes_: n * shares_on_the_way(model, way)[1])
         yield from in_order(begin, end, way.group, way.operation, table)
 

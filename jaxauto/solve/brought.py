@@ -116,7 +116,7 @@ def _reads(model: Model) -> dict[int, list[Reads]]:
             dims = tuple(d for d, _ in o.dims)
             ends = model.var("group", o.group), dims, model.var("operation", op.node.id), factor_dims(op, o)
             way = Way(*ends, *tiled(model, o.value, o.group, dims))
-            reads.append(Reads(op.node.inputs.index(o.value), model.values[o.value].nbytes, way))
+            reads.append(Reads(op.node.inputs.index(o.value), min(model.values[o.value].nbytes, model.operand_bytes(op, o)), way))
     return found
 
 

@@ -21,6 +21,7 @@ from jaxauto.cost.layout import Major
 from jaxauto.cost.onchip import capacity, room
 from jaxauto.graph import multiplicity, walk
 from jaxauto.groups import Edge, Operand, Operation
+from jaxauto.rewrite.narrow import multiplies_rounded
 from jaxauto.solve.check_beside import brought, held_beside
 from jaxauto.solve.check_ring import padding, ring
 from jaxauto.solve.check_turns import copies
@@ -161,7 +162,7 @@ class Answer:
             if op.node.id in self.model.variant.extra:
                 total["compute"] += self.model.variant.extra[op.node.id] * roofline(self, op, self.placed.again)
             for o in op.operands:
-                part = self.passage(self.holder(o), self.operand(op, o), self.bytes_of(o.value))
+                part = self.passage(self.holder(o), self.operand(op, o), self.read_bytes(op, o))
                 again = self.together.get((op.node.id, o.value), 0)
                 self.charge(total, self.resource(o.value, -1), times - again, part, op.node.id)
             for o in op.results:
@@ -219,7 +220,7 @@ class Answer:
                 if not (op.rule.halo.get(factor) and axes and o):
                     continue
                 extent = values[o.value].shape[[f for _, f in o.dims].index(factor)] / self.count(axes)
-                one_side = self.bytes_of(o.value) / self.pieces(self.operand(op, o)) / extent * op.rule.halo[factor] / 2
+                one_side = self.read_bytes(op, o) / self.pieces(self.operand(op, o)) / extent * op.rule.halo[factor] / 2
                 sizes, links = [self.sizes[a] for a in axes], [mesh.links[a] for a in axes]
                 yield 2 * times * float(collective_seconds("collective-permute", one_side * self.count(axes), sizes, links))
 
@@ -250,6 +251,18 @@ class Answer:
     def bytes_of(self, number: int) -> float:
         return self.model.passage_bytes(number)
 
+    def read_bytes(self, op: Operation, o: Operand) -> float:
+        """Of an operand that a collective brings: on TPU in two bytes what is multiplied so."""
+        return self.bytes_of(o.value) / (2 if self.rounds(op, o.value) else 1)
+
+    def rounds(self, op: Operation, number: int) -> bool:
+        return self.model.chip.platform == "tpu" and self.model.values[number].dtype == np.float32 and multiplies_rounded(op.node)
+
+    def is_rounded(self, number: int, view: int) -> bool:
+        """Whether a value is read rounded by all operations that read it in a group between it and them."""
+        reading = [op for op in self.model.groups.operations for o in op.operands if (o.value, o.group) == (number, view)]
+        return view != self.model.groups.place[number][0] and bool(reading) and all(self.rounds(op, number) for op in reading)
+
     def partial(self, op: Operation, result: Operand) -> frozenset[int]:
         """Mesh axes on factors that operands have and the result has not."""
         own, read = {f for _, f in result.dims}, {f for o in op.operands for _, f in o.dims}
@@ -260,7 +273,8 @@ class Answer:
         """The passages of an edge: of the array, and of the sum along dimensions that are summed away."""
         source = self.group[e.source]
         here, there = self.sides(e)
-        yield self.passage(here, there, self.model.edge_bytes(e))
+        number = e.result if e.node in self.model.narrowing else e.value
+        yield self.passage(here, there, self.bytes_of(number) / (2 if self.is_rounded(e.value, e.target) else 1))
         partial = frozenset(a for a, d in enumerate(source) if d != WHOLE and d in e.reduced)
         if partial:
             kept = math.prod(n for a, n in enumerate(self.sizes) if source[a] != WHOLE and a not in partial)

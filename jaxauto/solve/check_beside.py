@@ -57,7 +57,7 @@ def brought(answer: Answer) -> Iterator[tuple[int, float]]:
             if all(h in (t, WHOLE) for h, t in zip(here, there, strict=True)):
                 continue
             k = index.get(number := _viewed(answer, node.inputs[op.node.inputs.index(o.value)], index))
-            piece, result = (_padded_bytes(answer, o, where) for where in (here, there))
+            piece, result = (_padded_bytes(answer, op, o, where) for where in (here, there))
             if k is None:
                 value = model.variant.rewritten.graph.values.get(number)  # None: a literal
                 made = value is not None and (value.producer is not None or number in slices)
@@ -66,12 +66,12 @@ def brought(answer: Answer) -> Iterator[tuple[int, float]]:
             yield at, result + made * piece
 
 
-def _padded_bytes(answer: Answer, o: Operand, where: tuple[int, ...]) -> float:
+def _padded_bytes(answer: Answer, op: Operation, o: Operand, where: tuple[int, ...]) -> float:
     """Of one device's part of an operand, with what tiles pad it by."""
     model, value = answer.model, answer.model.values[o.value]
     minor = answer.minor(o.group, tuple(d for d, _ in o.dims))
     padded = padding(value.shape, where, minor, answer.sizes, model.chip.tile)
-    return value.nbytes / answer.pieces(where) * padded
+    return min(value.nbytes, answer.read_bytes(op, o)) / answer.pieces(where) * padded
 
 
 def _viewed(answer: Answer, number: int, index: Container[int]) -> int:
@@ -126,7 +126,7 @@ def _bordered(answer: Answer) -> Iterator[tuple[int, int, float]]:
         if any(op.rule.halo.get(factor) and i in split for i, (_, factor) in enumerate(o.dims)):
             minor = [i for i, (_, factor) in enumerate(o.dims) if not factor.startswith("s")]
             padded = padding(answer.model.values[o.value].shape, there, minor, answer.sizes, answer.model.chip.tile)
-            yield begin, end, answer.bytes_of(o.value) / answer.pieces(there) * padded
+            yield begin, end, answer.read_bytes(op, o) / answer.pieces(there) * padded
 
 
 def _shared(answer: Answer) -> Iterator[tuple[int, int, float]]:
@@ -138,7 +138,8 @@ def _shared(answer: Answer) -> Iterator[tuple[int, int, float]]:
         if any(h not in (t, WHOLE) for h, t in zip(here, there, strict=True)):
             minor = answer.minor(view, dims)
             padded = padding(model.values[number].shape, there, minor, answer.sizes, model.chip.tile)
-            yield begin, end, model.values[number].nbytes / answer.pieces(there) * padded
+            rounded = answer.is_rounded(number, view)
+            yield begin, end, model.values[number].nbytes / (2 if rounded else 1) / answer.pieces(there) * padded
 
 
 def _passed(answer: Answer) -> Iterator[tuple[int, int, float]]:

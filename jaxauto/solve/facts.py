@@ -14,6 +14,7 @@ from jaxauto.cost.windowed import is_view
 from jaxauto.graph import HOST, given, multiplicity, walk
 from jaxauto.groups import WHOLE, Groups, Operand, Operation
 from jaxauto.rewrite.away import fetched
+from jaxauto.rewrite.narrow import multiplies_rounded
 from jaxauto.rewrite.program import Rewritten
 from jaxauto.solve.remat import Variant
 
@@ -22,6 +23,18 @@ def narrowing(groups: Groups) -> frozenset[int]:
     """Nodes that convert to a narrower type."""
     values, converts = groups.graph.values, (n for n in walk(groups.graph) if n.prim == "convert_element_type")
     return frozenset(n.id for n in converts if isinstance(n.inputs[0], int) and _narrower(values, n.outputs[0], n.inputs[0]))
+
+
+def read_rounded(groups: Groups) -> tuple[frozenset[int], frozenset[int]]:
+    """Nodes that read float32 rounded to bfloat16, and groups that none but they read (``Groups.share_operands``), on TPU.
+
+    What collectives bring them is rounded before: XLA's bfloat16-propagation, which runs after the partitioner, narrows what nobody
+    else reads.
+    """
+    reads = [(op.node, o) for op in groups.operations for o in op.operands]
+    nodes = frozenset(node.id for node in {op.node.id: op.node for op in groups.operations}.values() if multiplies_rounded(node))
+    others = {o.group for node, o in reads if node.id not in nodes}
+    return nodes, frozenset(o.group for _, o in reads if o.group != groups.place[o.value][0]) - others
 
 
 def major_dims(groups: Groups) -> Major:

@@ -35,7 +35,7 @@ from jaxauto.cost.windowed import made_inside, windowed
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
 from jaxauto.solve.beside import held_beside
 from jaxauto.solve.brought import Arrivals
-from jaxauto.solve.facts import major_dims, narrowing, read_together
+from jaxauto.solve.facts import major_dims, narrowing, read_rounded, read_together
 from jaxauto.solve.fold import Key
 from jaxauto.solve.loops import accumulated, combined, hidden_seconds, shadows
 from jaxauto.solve.onchip import place_on_chip
@@ -80,6 +80,9 @@ class Model:
         self.variable: dict[Key, int] = {}
         self.states: list[np.ndarray] = []
         self.narrowing = self.cached(("narrowing",), lambda: narrowing(program.groups))
+        self.rounded = (
+            self.cached(("rounded",), lambda: read_rounded(program.groups)) if chip.platform == "tpu" else (frozenset(), frozenset())
+        )
         self.together = self.cached(("together", variant), lambda: read_together(variant, program.known_early))
         self.placed = self.cached(("placed", variant), lambda: place_on_chip(variant, self.groups, self.major, chip, math.prod(mesh.sizes)))
         self.shadows = self.cached(("shadows",), lambda: shadows(program.groups, chip, math.prod(mesh.sizes)))
@@ -207,8 +210,8 @@ class Model:
 
     def halo_collectives(self, op: Operation, state: np.ndarray) -> list[tuple[float, tuple[int, ...], float]]:
         """What neighbours send each other for one run in one state, each ``SIDES`` times."""
-        sent = {o.value: self.values[o.value].shape for o in op.operands}
-        return list(halo_collectives(op, state, sent, {n: self.passage_bytes(n) for n in sent}, self.mesh))
+        shapes = {o.value: self.values[o.value].shape for o in op.operands}
+        return list(halo_collectives(op, state, shapes, {o.value: self.operand_bytes(op, o) for o in op.operands}, self.mesh))
 
     # ------------------------------------------------------------------------------------------------------------- passages
 
@@ -218,9 +221,19 @@ class Model:
         widened = not self.mesh.scatters and compat.dtype_name(value.dtype) in ("bfloat16", "float16")
         return value.nbytes * (2.0 if widened else 1.0)
 
+    def operand_bytes(self, op: Operation, o: Operand) -> float:
+        """Bytes of an operand as collectives see it that bring it: XLA:TPU rounds what is multiplied in bfloat16 before."""
+        wide = op.node.id in self.rounded[0] and self.values[o.value].dtype == np.float32
+        return self.passage_bytes(o.value) / (2.0 if wide else 1.0)
+
     def edge_bytes(self, e: Edge) -> float:
-        """Bytes of the array that an edge reshards: what a conversion that narrows makes, not what it reads."""
-        return self.passage_bytes(e.result if e.node in self.narrowing else e.value)
+        """Bytes of the array that an edge reshards: what a conversion that narrows makes, or what is rounded for all that read it there."""
+        bytes_ = self.passage_bytes(e.result if e.node in self.narrowing else e.value)
+        return bytes_ / (2.0 if self.is_rounded(e.value, e.target) else 1.0)
+
+    def is_rounded(self, number: int, group: int) -> bool:
+        """Whether all that read a value in a group multiply it in bfloat16 (``Groups.share_operands``)."""
+        return group in self.rounded[1] and self.values[number].dtype == np.float32
 
     def cached(self, key: tuple, make: Callable[[], Any]) -> Any:
         """A table that does not depend on rematerialisation: variables are numbered alike in all models of a program and mesh."""
@@ -291,7 +304,7 @@ class Model:
                 g = self.var("group", o.group)
                 resource = self.resource_of(o.value, -1)
                 dims, factors = tuple(d for d, _ in o.dims), factor_dims(op, o)
-                key = (g, v, dims, factors, self.passage_bytes(o.value), resource, self.shadow(op.node.id))
+                key = (g, v, dims, factors, self.operand_bytes(op, o), resource, self.shadow(op.node.id))
                 count[key] += self.fetches(op, o)
         for (g, v, dims, factors, bytes_, resource, shadow), times in count.items():
             table = self.cached(
@@ -383,7 +396,7 @@ class Model:
             strategy, again = self.state(x, "operation", op.node.id), self.again(op.node.id)
             for o in op.operands:
                 here = project(self.state(x, "group", o.group)[None], tuple(d for d, _ in o.dims))[0]
-                steps = self._passage(here, self.operand_position(x, op, o), self.passage_bytes(o.value))
+                steps = self._passage(here, self.operand_position(x, op, o), self.operand_bytes(op, o))
                 resource = self.resource_of(o.value, -1)
                 found += [(k, n, axes, self.fetches(op, o), s, resource, op.node.id) for k, n, axes, s in steps]
             halos = self.halo_collectives(op, strategy)

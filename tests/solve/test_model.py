@@ -55,3 +55,35 @@ def test_the_gathers_of_an_update_are_in_the_time_of_the_step(best):
     waited = [seconds for kind, resource, seconds in found if (kind, resource) == ("all-gather", "blocking")]
     assert len(waited) == 3 and sum(waited) <= best.model.problem.resource("blocking", best.x) * (1 + 1e-9)
     assert [resource for kind, resource, _ in found if kind == "reduce-scatter"] == ["prefetch"] * 3
+
+
+@pytest.mark.parametrize(("target", "precision", "width"), [("v5e:2x4", None, 2), ("v5e:2x4", "highest", 4), ("h100:8", None, 4)])
+def test_tpus_are_brought_in_bfloat16_what_they_multiply_so(target, precision, width):
+    """Weights in float32, cut over all devices, gathered for the forward pass and for the backward one; the update reads its part."""
+
+    def step(weights, x):
+        def loss(weights):
+            y = x
+            for w in weights:
+                y = jnp.tanh(jnp.dot(y, w, precision=precision))
+            return jnp.mean(y**2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    pins = {"0.*": PartitionSpec("data"), "1": PartitionSpec("data")}
+    plan = jaxauto.plan(step, WEIGHTS, ARGS[1], target=target, mesh={"data": 8}, constraints=pins, certify=False)
+    gathered = {c.bytes_ for c in plan.estimate.collectives if c.kind == "all-gather"}
+    assert gathered == {width * 1024 * 1024}
+
+
+@pytest.mark.parametrize("precision", [None, "highest"])
+def test_what_several_operations_read_is_rounded_if_all_of_them_round_it(precision):
+    def step(x, weights):
+        y = jnp.tanh(x)
+        return y @ weights, jnp.dot(y, weights, precision=precision)
+
+    matrix = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    model = jaxauto.plan(step, matrix, matrix, target="v5e:2x4", mesh={"data": 8}, certify=False).program.solved.found.best.model
+    shared = [e for e in model.groups.edges if e.node < 0 and e.target in {o.group for op in model.groups.operations for o in op.operands}]
+    assert len(shared) == 2  # both operands of both products
+    assert {model.edge_bytes(e) for e in shared} == {(2.0 if precision is None else 4.0) * 1024**2}
