@@ -25,12 +25,14 @@ def narrowing(groups: Groups) -> frozenset[int]:
     return frozenset(n.id for n in converts if isinstance(n.inputs[0], int) and _narrower(values, n.outputs[0], n.inputs[0]))
 
 
-def read_rounded(groups: Groups) -> tuple[frozenset[int], frozenset[int]]:
-    """Nodes that read float32 rounded to bfloat16, and groups that none but they read (``Groups.share_operands``), on TPU.
+def read_rounded(groups: Groups, platform: str) -> tuple[frozenset[int], frozenset[int]]:
+    """Nodes that read float32 rounded to bfloat16, and groups that none but they read (``Groups.share_operands``); none but on TPU.
 
     What collectives bring them is rounded before: XLA's bfloat16-propagation, which runs after the partitioner, narrows what nobody
     else reads.
     """
+    if platform != "tpu":
+        return frozenset(), frozenset()
     reads = [(op.node, o) for op in groups.operations for o in op.operands]
     nodes = frozenset(node.id for node in {op.node.id: op.node for op in groups.operations}.values() if multiplies_rounded(node))
     others = {o.group for node, o in reads if node.id not in nodes}

@@ -80,9 +80,7 @@ class Model:
         self.variable: dict[Key, int] = {}
         self.states: list[np.ndarray] = []
         self.narrowing = self.cached(("narrowing",), lambda: narrowing(program.groups))
-        self.rounded = (
-            self.cached(("rounded",), lambda: read_rounded(program.groups)) if chip.platform == "tpu" else (frozenset(), frozenset())
-        )
+        self.rounded = self.cached(("rounded",), lambda: read_rounded(program.groups, chip.platform))
         self.together = self.cached(("together", variant), lambda: read_together(variant, program.known_early))
         self.placed = self.cached(("placed", variant), lambda: place_on_chip(variant, self.groups, self.major, chip, math.prod(mesh.sizes)))
         self.shadows = self.cached(("shadows",), lambda: shadows(program.groups, chip, math.prod(mesh.sizes)))
