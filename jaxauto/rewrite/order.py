@@ -49,7 +49,7 @@ class Habits(NamedTuple):
       strays: it starts early what waits for nothing, and puts the loss off.
       beside: sums over devices run beside a block: a recomputation waits for small gradients before it and for those before the last one;
         else for all.
-      lags: an operation that waits for a short sum waits for all but the last of them, which runs beside it.
+      lags: an operation that waits for a short sum waits for all but the last of them, which runs beside it unless it is small.
       stepwise: every operation of the backward pass that reads a cotangent waits for all gradients and operations before it, also in
         bodies of loops in which something is made again.
       sums: it sums in the kernels that make what is summed, or in some of their own when they are read. What is kept of rows alone, their
@@ -254,7 +254,8 @@ class _Order:
         if node.bodies or (step and self.habits.stepwise):
             return [*before, *made, *loss]
         due = [x for x in (*before, *made) if x in self.short] if step and self.short else []
-        return due[:-1] if self.habits.lags else due
+        runs_on = self.habits.lags and due and self.program.values[due[-1]].nbytes > SMALL
+        return due[:-1] if runs_on else due
 
     def _waiting(self, node: Node, made: list[int]) -> list[int]:
         """The largest cotangent that a loop or operation of the backward pass begins with, and the gradients made before it."""

@@ -7,6 +7,7 @@ told as ``short``.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from jaxauto.cost.liveness import Buffers
 from jaxauto.cost.order import short_sums
 from jaxauto.graph import BarrierEqn, walk
 from jaxauto.groups import Operand, Operation
+from jaxauto.solve.beside import borders_held
 from jaxauto.solve.candidate import Candidate
 from jaxauto.solve.facts import straight_gradients
 from jaxauto.solve.live import timeline
@@ -56,7 +58,8 @@ def short(candidate: Candidate) -> frozenset[int]:
 
     Of GPUs, short sums of much (``cost/order.short_sums``). Of TPUs, gradients that would raise the peak if they came as late as what
     waits for them all: XLA:TPU puts off what it can, and where no recomputation comes for many blocks, as of the last ones, what they read
-    lies there until then (a mixer of flax on eight v5e, half of its memory: 1,031 MiB instead of 671, in the same time).
+    lies there until then (a mixer of flax on eight v5e, half of its memory: 1,031 MiB instead of 671, in the same time; an autoencoder
+    split by rows of images, what lies there for its borders too: 754 MiB instead of 622, 1.6 % longer).
     """
     model = candidate.model
     if model.mesh.num_devices == 1:
@@ -114,12 +117,15 @@ def _gradients_too_late(candidate: Candidate) -> Iterator[int]:
     """Of the gradients that are waited for, those that cannot be put off as far as the next loop or recomputation."""
     model, b = candidate.model, candidate.model.buffers
     nodes = {node.id: node for node in model.variant.rewritten.graph.nodes}
+    arrays, borders = _Arrays(b, model.buffer_sizes(candidate.x)), defaultdict(list)
+    for _, end, bytes_ in borders_held(model, candidate.x):
+        borders[end].append((end, bytes_))
     found = []
     for g in (g for g, _, summed in _small(candidate) if summed):
         node = nodes[g.operation.node.id]
-        found.append((node, g.value, _operands(b, node)))
+        found.append((node, g.value, [*arrays.of(_operands(b, node)), *borders[b.position[node.id]]]))
     walls = [node for node in nodes.values() if node.backward and _is_wall(node)]
-    return _too_late(candidate, found, model.buffer_sizes(candidate.x), walls)
+    return _too_late(candidate, found, walls)
 
 
 def _sums_too_late(candidate: Candidate) -> Iterator[int]:
@@ -127,8 +133,20 @@ def _sums_too_late(candidate: Candidate) -> Iterator[int]:
     model = candidate.model
     maker = {out: node for node in model.variant.rewritten.graph.nodes for out in node.outputs}
     sums = ((maker[number], number) for number in _sums(model) if number in maker)
-    read = [(node, number, _summed(model.buffers, node, maker)) for node, number in sums]
-    return _too_late(candidate, read, model.local_sizes(candidate.x), ())  # until then it lies in HBM, what was on chip too
+    arrays = _Arrays(model.buffers, model.local_sizes(candidate.x))  # until then they lie in HBM, what was on chip too
+    return _too_late(candidate, [(node, number, arrays.of(_summed(model.buffers, node, maker))) for node, number in sums], ())
+
+
+class _Arrays:
+    """Buffers with their bytes of one device."""
+
+    def __init__(self, b: Buffers, sizes: np.ndarray):
+        taken = np.nonzero(b.end >= b.start)[0]
+        self.known = {int(b.ids[k]): (int(b.end[k]), float(sizes[k])) for k in taken}
+
+    def of(self, numbers: Iterable[int]) -> list[tuple[int, float]]:
+        """(last position, bytes) of those of ``numbers`` that take memory."""
+        return [self.known[x] for x in {*numbers} & self.known.keys()]
 
 
 def _summed(b: Buffers, node: Node, maker: Mapping[int, Node]) -> Iterator[int]:
@@ -141,18 +159,15 @@ def _operands(b: Buffers, node: Node) -> set[int]:
     return {root for x in node.inputs if isinstance(x, int) for root in b.held.get(x, (x,))}
 
 
-def _too_late(
-    candidate: Candidate, gradients: Iterable[tuple[Node, int, Iterable[int]]], sizes: np.ndarray, walls: Iterable[Node]
-) -> Iterator[int]:
+def _too_late(candidate: Candidate, gradients: Iterable[tuple[Node, int, list[tuple[int, float]]]], walls: Iterable[Node]) -> Iterator[int]:
     """Gradients that would raise the peak: with what they read, until the next wall or the end of the backward pass, and with what others
     read that are put off.
 
     Args:
-      gradients: (what makes it, the gradient, buffers that are read for it). sizes: of buffers, bytes of one device.
+      gradients: (what makes it, the gradient, the last position and the bytes of one device of each array that is read for it).
     """
     model, b = candidate.model, candidate.model.buffers
     live = timeline(model, candidate.x)
-    index = {int(number): k for k, number in enumerate(b.ids)}
     ends = sorted(b.loop_start.get(node.id, b.position[node.id]) for node in walls)
     backward = (node for node in model.variant.rewritten.graph.nodes if node.backward)
     ends.append(max((b.position[node.id] for node in backward), default=0))
@@ -161,8 +176,8 @@ def _too_late(
         here = b.position[node.id]
         end = next((p for p in ends if p > here), here)
         more = np.zeros(len(live))
-        for k in {index[x] for x in read if x in index and b.end[index[x]] >= b.start[index[x]]}:
-            more[max(b.end[k], here) + 1 : end] += sizes[k]
+        for last, bytes_ in read:
+            more[max(last, here) + 1 : end] += bytes_
         if (live + more)[more > 0].max(initial=0.0) > peak:
             yield number
         else:

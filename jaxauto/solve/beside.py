@@ -139,6 +139,12 @@ def bordered(model: Model) -> list[tuple[Operation, Operand, int, int]]:
     return model.cached(("bordered", model.variant), lambda: _made_for_borders(model))
 
 
+def borders_held(model: Model, x: np.ndarray) -> Iterator[tuple[int, int, float]]:
+    """(where it is made, where it is read last, bytes of one device) of what is in memory for its borders under ``x``."""
+    for begin, end, first, second, table in _bordered(model):
+        yield begin, end, float(table[x[first], x[second]])
+
+
 def _made_for_borders(model: Model) -> list[tuple[Operation, Operand, int, int]]:
     rewritten, b = model.variant.rewritten, model.buffers
     held = {int(number) for number in b.ids}

@@ -169,10 +169,13 @@ def test_each_step_of_the_backward_pass_waits_for_the_gradients_before_it(again)
         np.testing.assert_allclose(got, want, rtol=2e-2)
 
 
-@pytest.mark.parametrize("lags", [False, True])
+@pytest.mark.parametrize(("lags", "small"), [(False, 0), (True, 0), (True, 1 << 20)])
 @pytest.mark.parametrize("short", [0, 1, 2, 3])
-def test_the_next_operation_waits_for_a_gradient_whose_sum_is_short(short, lags):
-    """And for no other: nothing is made again here, so nothing else has to be held to an order. Or it waits for all but the last."""
+def test_the_next_operation_waits_for_a_gradient_whose_sum_is_short(short, lags, small, monkeypatch):
+    """And for no other: nothing is made again here, so nothing else has to be held to an order. Or it waits for all but the last, unless
+    that is small."""
+    monkeypatch.setattr("jaxauto.rewrite.order.SMALL", small)
+    lagging = lags and not small
     args = [jnp.ones((WIDTH, WIDTH))] * 4, jnp.ones((ROWS, WIDTH), jnp.bfloat16)
     graph = build(trace(narrow_step, args).jaxpr)
     dots = [n.outputs[0] for n in graph.nodes if n.backward and n.prim == "dot_general"]
@@ -182,9 +185,9 @@ def test_the_next_operation_waits_for_a_gradient_whose_sum_is_short(short, lags)
     place = {node.id: k for k, node in enumerate(result.nodes)}
     steps = [place[n.id] for n in result.nodes if n.prim == "dot_general" and n.backward and n.outputs[0] not in gradients]
     waited = {x: place[b.id] for b in barriers(result) for x in b.inputs if x in gradients}
-    assert [*waited] == (chosen[:-1] if lags else chosen)
+    assert [*waited] == (chosen[:-1] if lagging else chosen)
     for k, (gradient, at) in enumerate(waited.items()):
-        made = place[result.values[chosen[k + 1] if lags else gradient].producer.id]
+        made = place[result.values[chosen[k + 1] if lagging else gradient].producer.id]
         assert made < at <= min(k for k in steps if k > made)
     leaves = jax.tree.leaves(args)
     for want, got in zip(jax.jit(evaluator(graph))(*leaves), jax.jit(evaluator(result))(*leaves), strict=True):

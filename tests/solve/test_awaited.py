@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import jaxauto
-from jaxauto.solve.awaited import _summed, _too_late
+from jaxauto.solve.awaited import _summed, _too_late, short
+from jaxauto.solve.beside import borders_held
 
 WIDTH, LAYERS, ROWS = 512, 8, 131072
 
@@ -67,6 +69,28 @@ def test_a_sum_reads_what_the_operation_reads_that_is_fused_with_it():
     assert {*_summed(buffers, total, {})} == {0, 3}
 
 
+def test_what_is_made_for_its_borders_is_in_memory_until_the_gradient_is(monkeypatch):
+    """Convolutions split by rows of images: some are waited for that would not be, were nothing held for their borders."""
+
+    def step(params, x):
+        def loss(params):
+            y = x
+            for w in params:
+                y = jax.nn.silu(jax.lax.conv_general_dilated(y, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+    of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    args, pins = ([of((3, 3, 128, 128))] * 6, of((1, 8192, 64, 128))), {"1": PartitionSpec(None, "data")}
+    plan = jaxauto.plan(step, *args, target="v5e:2x4", mesh={"data": 8}, constraints=pins, remat="off", certify=False, progress=False)
+    best = plan._bound().solved.best
+    assert sum(bytes_ for _, _, bytes_ in borders_held(best.model, best.x))
+    known = short(best)
+    monkeypatch.setattr("jaxauto.solve.awaited.borders_held", lambda model, x: ())
+    assert short(best) < known
+
+
 @pytest.mark.parametrize(
     ("live", "late"),
     [
@@ -80,9 +104,9 @@ def test_what_would_raise_the_peak_is_too_late(monkeypatch, live, late):
     """Three gradients, each of an array of 3 bytes that is read there last; a loop waits for them at the fourth position."""
     nodes = [SimpleNamespace(id=k, backward=True) for k in range(6)]
     places = {node.id: node.id for node in nodes}
-    buffers = SimpleNamespace(ids=np.arange(3), start=np.zeros(3, int), end=np.arange(3), position=places, loop_start={3: 3})
+    buffers = SimpleNamespace(position=places, loop_start={3: 3})
     variant = SimpleNamespace(rewritten=SimpleNamespace(graph=SimpleNamespace(nodes=nodes)))
     model = SimpleNamespace(buffers=buffers, variant=variant)
     monkeypatch.setattr("jaxauto.solve.awaited.timeline", lambda model, x: np.array(live, float))
-    gradients = [(node, node.id, (node.id,)) for node in nodes[:3]]
-    assert [*_too_late(SimpleNamespace(model=model, x=None), gradients, np.full(3, 3.0), [nodes[3]])] == late
+    gradients = [(node, node.id, [(node.id, 3.0)]) for node in nodes[:3]]
+    assert [*_too_late(SimpleNamespace(model=model, x=None), gradients, [nodes[3]])] == late
