@@ -28,6 +28,7 @@ from jaxauto.cost.liveness import Beside, Buffers, fill_early, fill_together, ta
 from jaxauto.cost.order import in_donated, schedule, short_sums
 from jaxauto.cost.patterns import (
     is_bound,
+    is_given,
     is_of_images,
     is_only_narrowed,
     is_shared,
@@ -177,11 +178,11 @@ class _Fusion:
         )
 
     def bytes_of(self, fixed: set[int], number: int) -> float:
-        """Bytes of a buffer; arguments and results, also those of loops and barriers, have the type they are said to have."""
+        """Bytes of a buffer; arguments and results, also those of loops, have the type they are said to have; on CPU those of barriers."""
         value = self.values[self.copied.get(number, number)]
-        keeps = number in fixed or (is_bound(value) and not (self.rounded and self.rounded.is_wide_alone(value)))
-        if number in self.narrowed and not keeps:
+        if number in self.narrowed and number not in fixed and not is_given(value):
             return value.nbytes / 2
+        keeps = number in fixed or (is_bound(value) and not (self.rounded and self.rounded.is_wide_alone(value)))
         if self.rounded and number in self.copied:
             return float(WIDE * value.elements)
         return self.rounded.bytes_of(value, self.reads.get(number, 0)) if self.rounded and not keeps else value.nbytes

@@ -185,8 +185,13 @@ def makes_view(node: Node, rules: Mapping[int, OpRule]) -> bool:
 
 
 def is_bound(value: Value) -> bool:
-    """Whether a value enters or leaves a loop or passes a barrier: no compiler changes its type."""
-    return value.producer is None or bool(value.producer.bodies) or any(u.bodies or u.prim == "optimization_barrier" for u in value.users)
+    """Whether a value enters or leaves a loop or passes a barrier: XLA:CPU does not change its type."""
+    return is_given(value) or any(u.bodies or u.prim == "optimization_barrier" for u in value.users)
+
+
+def is_given(value: Value) -> bool:
+    """Whether a value is an argument, also of a loop's body, or comes out of a loop."""
+    return value.producer is None or bool(value.producer.bodies)
 
 
 def pads_for_dots(node: Node, values: Mapping[int, Value]) -> bool:

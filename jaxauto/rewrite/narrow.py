@@ -23,14 +23,23 @@ _WIDE, _NARROW = jnp.dtype("float32"), jnp.dtype("bfloat16")
 
 def only_multiplied(graph: Graph) -> frozenset[int]:
     """Values in float32, of all graphs, that products in the default precision read and nothing else but sums, which are made in the fusion
-    that writes them (a bias's gradient)."""
+    that writes them (a bias's gradient). What goes through a barrier is multiplied behind it."""
     nodes = list(walk(graph))
     read = {x for node in nodes if multiplies_rounded(node) for x in node.inputs if isinstance(x, int) and graph.values[x].dtype == _WIDE}
     if not read:
         return frozenset()
     bodies = [graph, *(body for node in nodes for body in node.bodies)]
-    others = (node.inputs for node in nodes if not multiplies_rounded(node) and node.prim != "reduce_sum")
-    return frozenset(read.difference(*others, *(body.outputs for body in bodies)))
+    others = {x for node in nodes if not multiplies_rounded(node) and not _passes(node) and node.prim != "reduce_sum" for x in node.inputs}
+    others.update(*(body.outputs for body in bodies))
+    for node in reversed([node for node in nodes if _passes(node)]):
+        for x, passed in zip(node.inputs, node.outputs, strict=True):
+            (read if passed in read and passed not in others else others).add(x)
+    return frozenset(x for x in read - others if isinstance(x, int))
+
+
+def _passes(node: Node) -> bool:
+    """Whether what is read comes out as it is, as narrow as its readers have it."""
+    return node.prim == "optimization_barrier"
 
 
 def narrow(rewritten: Rewritten) -> Rewritten:

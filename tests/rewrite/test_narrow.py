@@ -101,3 +101,22 @@ def test_a_sum_is_made_in_the_fusion_that_writes_narrow():
     graph = graph_of(lambda x, y: (lambda t: (t @ y, t.sum(0)))(x @ y), square, square)
     first, last = (node for node in graph.nodes if node.prim == "dot_general")
     assert first.outputs[0] in only_multiplied(graph) and last.outputs[0] not in only_multiplied(graph)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_goes_through_a_barrier_is_narrow_if_all_behind_it_multiply(elsewhere):
+    """As what is kept to make something of again: XLA:TPU narrows barriers' operands too, XLA:CPU and XLA:GPU do not."""
+
+    def step(x, y):
+        kept = x @ y
+        late, y = jax.lax.optimization_barrier((kept, y))
+        return (kept @ y).sum() + (jnp.sin(late) if elsewhere else late @ y).sum()
+
+    square = jnp.ones((64, 64))
+    graph = graph_of(step, square, square)
+    first = next(node.outputs[0] for node in graph.nodes if node.prim == "dot_general")
+    rules = {node.id: rule_for(node.eqn) for node in graph.nodes}
+    for platform in ("tpu", "cpu", "gpu"):
+        buffers = find_buffers(graph, rules, platform=platform)
+        (share,) = {b / graph.values[first].nbytes for n, b in zip(buffers.ids, buffers.bytes_, strict=True) if n == first}
+        assert share == (0.5 if platform == "tpu" and not elsewhere else 1.0)
