@@ -3,7 +3,8 @@
 The matrix unit multiplies bfloat16. The compiler converts what it is given, in the fusion that makes it if only products read it, and moves
 conversions into and out of loops: the slices of weights are converted before the loop, whole, and a stack that the backward pass reads so
 is written in half the bytes (seen in the schedules of models with float32 activations: scripts/bench_wide.py). The cost model sees loops
-so; what is applied is left as it is. What is written narrow outside of loops: ``only_multiplied``.
+so; what is applied is left as it is. What is written narrow outside of loops: ``only_multiplied``; what collectives bring narrow:
+``solve/facts.py``, ``read_rounded``.
 """
 
 from __future__ import annotations

@@ -260,8 +260,15 @@ class Answer:
 
     def is_rounded(self, number: int, view: int) -> bool:
         """Whether a value is read rounded by all operations that read it in a group between it and them."""
-        reading = [op for op in self.model.groups.operations for o in op.operands if (o.value, o.group) == (number, view)]
-        return view != self.model.groups.place[number][0] and bool(reading) and all(self.rounds(op, number) for op in reading)
+        return view != self.model.groups.place[number][0] and self.read_rounded.get((number, view), False)
+
+    @functools.cached_property
+    def read_rounded(self) -> dict[tuple[int, int], bool]:
+        """(value, group that operations read it in) → whether all of them read it rounded."""
+        found: dict[tuple[int, int], bool] = {}
+        for op in self.model.groups.operations:
+            found.update({(o.value, o.group): found.get((o.value, o.group), True) and self.rounds(op, o.value) for o in op.operands})
+        return found
 
     def partial(self, op: Operation, result: Operand) -> frozenset[int]:
         """Mesh axes on factors that operands have and the result has not."""
