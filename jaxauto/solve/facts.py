@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Set
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from jaxauto.core import Graph, Kind, Value
 from jaxauto.cost.compute import batch_factors
+from jaxauto.cost.halo import halos
 from jaxauto.cost.layout import Major
 from jaxauto.cost.windowed import is_view
 from jaxauto.graph import HOST, given, multiplicity, walk
@@ -37,6 +39,24 @@ def read_rounded(groups: Groups, platform: str) -> tuple[frozenset[int], frozens
     nodes = frozenset(node.id for node in {op.node.id: op.node for op in groups.operations}.values() if multiplies_rounded(node))
     others = {o.group for node, o in reads if node.id not in nodes}
     return nodes, frozenset(o.group for _, o in reads if o.group != groups.place[o.value][0]) - others
+
+
+def with_borders(variant: Variant) -> Counter[int]:
+    """How often an operation finds the borders of what it reads: they were exchanged for another one that reads the same array.
+
+    A convolution and its weight gradient exchange the same (``scripts/bench_rounded.py``), unless the array is made again between.
+    XLA:TPU sees it; XLA:GPU and XLA:CPU send them twice.
+    """
+    seen: set[tuple[int, int, float]] = set()
+    found: Counter[int] = Counter()
+    for op, node in sorted(variant.operations, key=lambda pair: variant.buffers.position.get(pair[1].id, -1)):
+        keys = set()
+        for k, o, width in halos(op):
+            (dim,) = (i for i, (_, factor) in enumerate(o.dims) if factor == op.factors[k][0])
+            keys.add((node.inputs[op.node.inputs.index(o.value)], dim, width))
+        found[op.node.id] += bool(keys) and keys <= seen
+        seen |= keys
+    return found
 
 
 def major_dims(groups: Groups) -> Major:

@@ -35,7 +35,7 @@ from jaxauto.cost.windowed import made_inside, windowed
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
 from jaxauto.solve.beside import held_beside
 from jaxauto.solve.brought import Arrivals
-from jaxauto.solve.facts import major_dims, narrowing, read_rounded, read_together
+from jaxauto.solve.facts import major_dims, narrowing, read_rounded, read_together, with_borders
 from jaxauto.solve.fold import Key
 from jaxauto.solve.loops import accumulated, combined, hidden_seconds, shadows
 from jaxauto.solve.onchip import place_on_chip
@@ -205,6 +205,12 @@ class Model:
         """How often a node runs in a step, and what of it is on chip then: as written, and made again."""
         both = (self.groups.times[op.node.id], self.placed.near), (self.variant.extra.get(op.node.id, 0), self.placed.again)
         return [(times, near) for times, near in both if times]
+
+    def exchanges(self, op: Operation) -> int:
+        """How often an operation's borders are exchanged in a step: XLA:TPU exchanges them once for all that read an array."""
+        once = op.rule.halo and self.chip.platform == "tpu"
+        found = self.cached(("with borders", self.variant), lambda: with_borders(self.variant)) if once else {}
+        return self.again(op.node.id) - self.groups.times[op.node.id] * min(1, found.get(op.node.id, 0))
 
     def halo_collectives(self, op: Operation, state: np.ndarray) -> list[tuple[float, tuple[int, ...], float]]:
         """What neighbours send each other for one run in one state, each ``SIDES`` times."""
@@ -398,7 +404,7 @@ class Model:
                 resource = self.resource_of(o.value, -1)
                 found += [(k, n, axes, self.fetches(op, o), s, resource, op.node.id) for k, n, axes, s in steps]
             halos = self.halo_collectives(op, strategy)
-            found += [("collective-permute", n, axes, SIDES * again, s, "blocking", op.node.id) for n, axes, s in halos]
+            found += [("collective-permute", n, axes, SIDES * self.exchanges(op), s, "blocking", op.node.id) for n, axes, s in halos]
             for o in op.results:
                 here, partial = self.operand_position(x, op, o), np.isin(strategy, reduced_factors(op, o))
                 there = project(self.state(x, "group", o.group)[None], tuple(d for d, _ in o.dims))[0]

@@ -113,10 +113,11 @@ def add_operations(model: Model) -> None:
             key = model.var("operation", op.node.id), near.beside.get(op.node.id), *held
             count[key] += times
             first.setdefault(key, (op, near))
+        if op.rule.halo and (times := model.exchanges(op)):
+            v = model.var("operation", op.node.id)
+            waited = [SIDES * sum(s for _, _, s in model.halo_collectives(op, state)) for state in model.states[v]]
+            model.problem.add_unary("blocking", v, times * np.array(waited))
     for key, (op, near) in first.items():
         v = key[0]
         seconds = operation_seconds(op, model.values, model.states[v], model.mesh.sizes, model.chip, near)
         model.problem.add_unary("compute", v, count[key] * seconds)
-        if op.rule.halo:
-            waited = [SIDES * sum(s for _, _, s in model.halo_collectives(op, state)) for state in model.states[v]]
-            model.problem.add_unary("blocking", v, count[key] * np.array(waited))

@@ -87,3 +87,22 @@ def test_what_several_operations_read_is_rounded_if_all_of_them_round_it(precisi
     shared = [e for e in model.groups.edges if e.node < 0 and e.target in {o.group for op in model.groups.operations for o in op.operands}]
     assert len(shared) == 2  # both operands of both products
     assert {model.edge_bytes(e) for e in shared} == {(2.0 if precision is None else 4.0) * 1024**2}
+
+
+@pytest.mark.parametrize(("target", "sent"), [("v5e:2x4", 7), ("h100:8", 11)])
+def test_borders_are_exchanged_once_for_a_convolution_and_its_gradient(target, sent):
+    """Four layers on rows of images: each forward, and for each input's gradient but the first; on GPU for the weights' too."""
+
+    def step(weights, x):
+        def loss(weights):
+            y = x
+            for w in weights:
+                y = jnp.tanh(jax.lax.conv_general_dilated(y, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
+            return jnp.mean(y**2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    args = [jax.ShapeDtypeStruct((3, 3, 128, 128), jnp.bfloat16)] * 4, jax.ShapeDtypeStruct((1, 4096, 64, 128), jnp.bfloat16)
+    pins = {"0.*": PartitionSpec(), "1": PartitionSpec(None, "data")}
+    plan = jaxauto.plan(step, *args, target=target, mesh={"data": 8}, constraints=pins, remat="off", certify=False)
+    assert sum(c.count for c in plan.estimate.collectives if c.kind == "collective-permute") == 2 * sent
