@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -44,7 +44,7 @@ def awaited(candidate: Candidate) -> frozenset[int] | None:
     """
     model = candidate.model
     platform = model.chip.platform
-    alone, pressed = model.mesh.num_devices == 1, any(kept is not None for kept in model.variant.kept)
+    alone, pressed = model.mesh.num_devices == 1, _is_pressed(model)
     if platform != "tpu":
         finished = [g.value for g in _finished(model)] + (_sums(model) if platform == "cpu" or not alone else [])
         return frozenset(finished) if platform == "gpu" or alone or pressed else None
@@ -133,8 +133,9 @@ def _sums_too_late(candidate: Candidate) -> Iterator[int]:
     model = candidate.model
     maker = {out: node for node in model.variant.rewritten.graph.nodes for out in node.outputs}
     sums = ((maker[number], number) for number in _sums(model) if number in maker)
-    arrays = _Arrays(model.buffers, model.local_sizes(candidate.x))  # until then they lie in HBM, what was on chip too
-    return _too_late(candidate, [(node, number, arrays.of(_summed(model.buffers, node, maker))) for node, number in sums], ())
+    # What was on chip is moved to HBM until then. Where nothing is made again, memory is not short, and they can wait.
+    arrays = _Arrays(model.buffers, (model.local_sizes if _is_pressed(model) else model.buffer_sizes)(candidate.x))
+    return _too_late(candidate, [(node, number, arrays.of(_summed(model.buffers, node, maker, arrays.known))) for node, number in sums], ())
 
 
 class _Arrays:
@@ -149,10 +150,10 @@ class _Arrays:
         return [self.known[x] for x in {*numbers} & self.known.keys()]
 
 
-def _summed(b: Buffers, node: Node, maker: Mapping[int, Node]) -> Iterator[int]:
-    """Buffers that are read for a sum: of an operation that is fused with it (its result lies nowhere) what that reads."""
+def _summed(b: Buffers, node: Node, maker: Mapping[int, Node], known: Container[int]) -> Iterator[int]:
+    """Buffers that are read for a sum: of an operation that is fused with it (its result is not ``known``) what that reads."""
     for x in b.read_at.get(node.id, ()):
-        yield from (x,) if x in b.stored or x not in maker else _operands(b, maker[x])
+        yield from (x,) if x in known or x not in maker else _operands(b, maker[x])
 
 
 def _operands(b: Buffers, node: Node) -> set[int]:
@@ -182,6 +183,11 @@ def _too_late(candidate: Candidate, gradients: Iterable[tuple[Node, int, list[tu
             yield number
         else:
             live += more
+
+
+def _is_pressed(model: Model) -> bool:
+    """Whether something is made again for the sake of memory."""
+    return any(kept is not None for kept in model.variant.kept)
 
 
 def _is_wall(node: Node) -> bool:

@@ -64,9 +64,10 @@ def test_operations_on_tpus_wait_where_no_recomputation_does_it_soon(share):
 def test_a_sum_reads_what_the_operation_reads_that_is_fused_with_it():
     """Values 0 to 4: a cotangent and a weight in memory, a dot's operand that is made of 4 as it is read, its result that lies nowhere."""
     dot, total = SimpleNamespace(id=7, inputs=[1, 2]), SimpleNamespace(id=8)
-    buffers = SimpleNamespace(read_at={8: [0, 3]}, held={2: (4,)}, stored=frozenset([0, 4]))
-    assert {*_summed(buffers, total, {3: dot})} == {0, 1, 4}
-    assert {*_summed(buffers, total, {})} == {0, 3}
+    buffers = SimpleNamespace(read_at={8: [0, 3]}, held={2: (4,)})
+    assert {*_summed(buffers, total, {3: dot}, {0, 4})} == {0, 1, 4}
+    assert {*_summed(buffers, total, {3: dot}, {0, 3, 4})} == {0, 3}, "a result that is in memory"
+    assert {*_summed(buffers, total, {}, {0, 4})} == {0, 3}
 
 
 def test_what_is_made_for_its_borders_is_in_memory_until_the_gradient_is(monkeypatch):

@@ -79,9 +79,7 @@ def test_tpu_waits_for_gradients_that_take_at_most_half_of_what_is_read_for_them
     for target, count in (("v5e:2x4", awaited), ("v5e:1x1", 0)):
         mesh = {"data": 8 if target == "v5e:2x4" else 1}
         plan = jaxauto.plan(biased_step, *args, target=target, mesh=mesh, certify=False, progress=False)
-        values = plan._bound().solved.best.model.values
-        products = [x for x in plan.decisions.in_order or () if values[x].shape == (WIDTH, WIDTH)]  # a bias's sum: test_awaited.py
-        assert len(products) == count
+        assert len(plan.decisions.in_order or ()) == count
 
 
 def test_one_tpu_waits_for_a_gradient_that_lets_much_memory_go_where_there_is_little():
