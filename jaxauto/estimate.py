@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 
 from jaxauto.core import Collective, Estimate, Kind
-from jaxauto.cost.compute import operation_flops
+from jaxauto.cost.compute import done_flops, operation_flops
 from jaxauto.graph import walk
 from jaxauto.solve.live import timeline
 from jaxauto.solve.model import Model
 from jaxauto.solve.search import Candidate
 from jaxauto.solve.work import feeding_seconds
-from jaxauto.strategies import shards
 
 MEMORY_KINDS = ("parameters", "optimizer state", "batch and other inputs", "activations kept", "gradients and updates", "transients")
 
@@ -46,7 +45,7 @@ def estimate(candidate: Candidate) -> Estimate:
 def local_flops(model: Model, x: np.ndarray) -> float:
     """Matrix flops of one device, recomputation included."""
     return sum(
-        operation_flops(op) * model.again(op.node.id) / float(shards(model.state(x, "operation", op.node.id)[None], model.mesh.sizes)[0])
+        model.again(op.node.id) * float(done_flops(op, model.state(x, "operation", op.node.id)[None], model.mesh.sizes, model.chip)[0])
         for op in model.groups.operations
     )
 

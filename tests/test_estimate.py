@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxauto
 
@@ -77,3 +78,23 @@ def test_of_communication_no_more_is_waited_for_than_there_is(rows, longer):
     shorter = min(estimate.comm_time, estimate.compute_time)
     assert estimate.step_time == pytest.approx(max(estimate.comm_time, estimate.compute_time) + share * shorter)
     assert estimate.exposed_comm_time < estimate.comm_time
+
+
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, None, None, "x")], ids=["whole", "batch", "channels"])
+def test_xla_on_cpu_convolves_all_groups_of_a_batch_with_all(spec):
+    """The gradient of a depthwise convolution's kernel; other compilers keep the groups apart."""
+
+    def step(x, cotangent):
+        def forward(kernel):
+            return jax.lax.conv_general_dilated(
+                x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=32
+            )
+
+        return jax.vjp(forward, jnp.zeros((5, 5, 1, 32)))[1](cotangent)[0]
+
+    args = struct(8, 16, 16, 32), struct(8, 16, 16, 32)
+    plan = jaxauto.plan(step, *args, target="cpu:8", mesh={"x": 8}, constraints={"0": spec, "1": spec}, progress=False)
+    flops = plan.verify().row("matrix flops")
+    assert flops.estimated == pytest.approx(flops.compiled)
+    apart = jaxauto.plan(step, *args, target="h100:8", mesh={"x": 8}, constraints={"0": spec, "1": spec}, certify=False, progress=False)
+    assert apart.estimate.flops < flops.estimated / 3

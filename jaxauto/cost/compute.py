@@ -15,9 +15,11 @@ from jaxauto.cost.lanes import differs, through_hbm
 from jaxauto.cost.layout import local_shape, padding
 from jaxauto.cost.onchip import Near, Side, capacity
 from jaxauto.groups import WHOLE, Operand, Operation
+from jaxauto.rules.convolution import GROUPS
 from jaxauto.strategies import project, shards
 
 _FAR = Near()
+_UNGROUPED = ("cpu",)  # platforms whose compiler convolves every group of the batch with every other one, and takes the diagonal
 
 
 def traffic_seconds(bytes_: Any, chip: Any) -> Any:
@@ -94,7 +96,7 @@ def unsplit_seconds(node: Node, op: Operation | None, values: Mapping[int, Value
     seconds = float(traffic_seconds(moved, chip))
     if op is None or op.rule.kind not in MATRIX:
         return seconds
-    return max(seconds, operation_flops(op) / flops_per_second(op.rule.kind, _dtype(op, values), chip))
+    return max(seconds, operation_flops(op) * groups_together(op, chip) / flops_per_second(op.rule.kind, _dtype(op, values), chip))
 
 
 def written_as(op: Operation, chip: Any) -> float:
@@ -125,7 +127,7 @@ def operand_bytes(operand: Operand, op: Operation, values: dict, state: np.ndarr
 
 def matrix_seconds(op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any) -> np.ndarray:
     """Seconds of the matrix unit alone, for each state: ``float [states]``."""
-    return operation_flops(op) / shards(state, axis_sizes) / flops_per_second(op.rule.kind, _dtype(op, values), chip)
+    return done_flops(op, state, axis_sizes, chip) / flops_per_second(op.rule.kind, _dtype(op, values), chip)
 
 
 def flops_per_second(kind: Kind, dtype: Any, chip: Any) -> float:
@@ -140,6 +142,20 @@ def _dtype(op: Operation, values: Mapping[int, Value]) -> Any:
 def operation_flops(op: Operation) -> float:
     """Flops of one run of the whole, unsharded operation."""
     return float(op.rule.flops or 0.0) if op.rule.kind in MATRIX else 0.0
+
+
+def done_flops(op: Operation, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any) -> np.ndarray:
+    """Flops of one run on one device, for each state, those included that the compiler adds: ``float [states]``."""
+    flops, together = operation_flops(op) / shards(state, axis_sizes), groups_together(op, chip)
+    if together == 1:
+        return flops
+    grouped = [k for k, (factor, _) in enumerate(op.factors) if factor == GROUPS]
+    return flops * together / np.where(np.isin(state, grouped), axis_sizes, 1).prod(-1)
+
+
+def groups_together(op: Operation, chip: Any) -> int:
+    """How many groups of a batch one convolution goes over, and multiplies its flops by. Seen on CPU: weights of depthwise convolutions."""
+    return op.node.params.get("batch_group_count", 1) if op.rule.kind is Kind.CONV and chip.platform in _UNGROUPED else 1
 
 
 def factor_dims(op: Operation, operand: Any) -> tuple[int, ...]:

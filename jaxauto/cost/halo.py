@@ -30,8 +30,9 @@ def halos(op: Operation) -> Iterator[tuple[int, Operand, float]]:
 
 def halo_collectives(
     op: Operation, state: np.ndarray, shapes: dict[int, tuple[int, ...]], bytes_: dict[int, float], mesh: MeshAxes
-) -> Iterator[tuple[float, tuple[int, ...], float]]:
-    """The permutes of one operation in one state: (bytes of all devices of the group, axis indices, seconds of one), ``SIDES`` times each.
+) -> Iterator[tuple[Operand, float, tuple[int, ...], float]]:
+    """The permutes of one operation in one state, ``SIDES`` times each: (whose borders, bytes of all devices of the group, axis indices,
+    seconds of one).
 
     Args:
       state: ``[axes]`` positions in ``op.factors``.
@@ -48,4 +49,4 @@ def halo_collectives(
         slice_bytes = bytes_[o.value] / pieces / (shapes[o.value][dim] / count)
         amount = slice_bytes * width / SIDES * count
         seconds = collective_seconds("collective-permute", amount, [mesh.sizes[a] for a in axes], [mesh.links[a] for a in axes])
-        yield amount, axes, float(seconds)
+        yield o, amount, axes, float(seconds)

@@ -12,6 +12,8 @@ from jaxauto.rules.build import Dim, build
 from jaxauto.rules.registry import Eqn, builtin_rule, shape_of
 from jaxauto.rules.window import window_halo
 
+GROUPS = "g"  # the factor of groups
+
 
 @builtin_rule("conv_general_dilated")
 def conv_general_dilated(eqn: Eqn) -> OpRule:
@@ -26,20 +28,22 @@ def conv_general_dilated(eqn: Eqn) -> OpRule:
     lhs_shape, rhs_shape = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
     features, batches = params["feature_group_count"], params["batch_group_count"]
     groups = max(features, batches)
-    sizes = {"g": groups, "o": rhs_shape[rhs_spec[0]] // groups}
+    sizes = {GROUPS: groups, "o": rhs_shape[rhs_spec[0]] // groups}
     lhs: list[Dim] = [None] * len(lhs_shape)
     rhs: list[Dim] = [None] * len(rhs_shape)
     out: list[Dim] = [None] * len(lhs_shape)
-    lhs[lhs_spec[0]] = ("g", "b") if batches > 1 else "b"
-    lhs[lhs_spec[1]] = ("g", "i") if features > 1 else "i"
-    rhs[rhs_spec[0]] = out[out_spec[1]] = ("g", "o") if groups > 1 else "o"
+    lhs[lhs_spec[0]] = (GROUPS, "b") if batches > 1 else "b"
+    lhs[lhs_spec[1]] = (GROUPS, "i") if features > 1 else "i"
+    rhs[rhs_spec[0]] = out[out_spec[1]] = (GROUPS, "o") if groups > 1 else "o"
     rhs[rhs_spec[1]] = "i"
     out[out_spec[0]] = "b"
     if batches > 1:
         sizes["b"] = lhs_shape[lhs_spec[0]] // groups
     if features > 1:
         sizes["i"] = rhs_shape[rhs_spec[1]]
-    halo = _spatial(eqn, lhs, rhs, out)
+    # XLA's partitioner keeps images split for a depthwise convolution; for other groups it gathers them (scripts/results/borders.md).
+    apart = groups == 1 or all(sizes.get(f, 1) == 1 for f in "oib")
+    halo = _spatial(eqn, lhs, rhs, out) if apart else {}
     # Within a group, XLA partitions nothing, and its check fails (the process ends) when a grouped dimension has more parts than groups.
     whole = ["o"] * (groups > 1) + ["i"] * (features > 1) + ["b"] * (batches > 1)
     return build(

@@ -211,15 +211,16 @@ class Answer:
 
     def halos(self) -> Iterator[float]:
         """Seconds that convolutions wait for their neighbours' borders: from each side half of what windows overlap; on TPU
-        once for what several read."""
+        once for what several read as it is."""
         mesh, values, known = self.model.mesh, self.model.values, self.borders_known()
         for op in self.model.groups.operations:
-            times = self.model.groups.times[op.node.id] * (op.node.id not in known) + self.model.variant.extra.get(op.node.id, 0)
             for k, (factor, _) in enumerate(op.factors):
                 axes = [a for a, d in enumerate(self.operation[op.node.id]) if d == k and self.sizes[a] > 1]
                 o = next((o for o in op.operands if factor in [f for _, f in o.dims]), None)
                 if not (op.rule.halo.get(factor) and axes and o):
                     continue
+                found = op.node.id in known and self.operand(op, o) == self.holder(o)
+                times = self.model.groups.times[op.node.id] * (not found) + self.model.variant.extra.get(op.node.id, 0)
                 extent = values[o.value].shape[[f for _, f in o.dims].index(factor)] / self.count(axes)
                 one_side = self.read_bytes(op, o) / self.pieces(self.operand(op, o)) / extent * op.rule.halo[factor] / 2
                 sizes, links = [self.sizes[a] for a in axes], [mesh.links[a] for a in axes]

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxauto.core import Kind, LinkKind
-from jaxauto.cost.compute import bytes_per_flop, may_be_minor, operation_flops, traffic_seconds
+from jaxauto.cost.compute import bytes_per_flop, groups_together, may_be_minor, operation_flops, traffic_seconds
 from jaxauto.cost.hashing import passed
 from jaxauto.cost.lanes import through_hbm
 from jaxauto.cost.launches import PASSED
 from jaxauto.cost.onchip import Near, Side, capacity
 from jaxauto.graph import multiplicity, walk
-from jaxauto.groups import Operand, Operation
+from jaxauto.groups import WHOLE, Operand, Operation
 from jaxauto.masks import hashes
+from jaxauto.rules.convolution import GROUPS
 from jaxauto.solve.check_ring import padding
 
 if TYPE_CHECKING:
@@ -45,10 +46,17 @@ def roofline(answer: Answer, op: Operation, on_chip: Near) -> float:
         return seconds
     dtype = values[op.operands[0].value].dtype if op.operands else np.dtype(np.float32)
     reached = chip.flops_efficiency if op.rule.kind is Kind.DOT else chip.convolution_efficiency
-    seconds = max(seconds, operation_flops(op) / split / (reached * chip.peak_flops(dtype)))
+    seconds = max(seconds, operation_flops(op) * _together(answer, op) / split / (reached * chip.peak_flops(dtype)))
     seconds += traffic_seconds(copied, chip)
     side = on_chip.beside.get(op.node.id)
     return seconds if side is None else seconds + _beside(answer, op, side, split)
+
+
+def _together(answer: Answer, op: Operation) -> float:
+    """Groups of a convolution's batch that XLA:CPU does not keep apart."""
+    where = zip(answer.sizes, answer.operation[op.node.id], strict=True)
+    together = groups_together(op, answer.model.chip)
+    return together / math.prod(n for n, d in where if d != WHOLE and op.factors[d][0] == GROUPS) if together > 1 else 1.0
 
 
 def _differs(answer: Answer, op: Operation, o: Operand, last: int | None) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Set
 from typing import Any
 
@@ -41,22 +40,23 @@ def read_rounded(groups: Groups, platform: str) -> tuple[frozenset[int], frozens
     return nodes, frozenset(o.group for _, o in reads if o.group != groups.place[o.value][0]) - others
 
 
-def with_borders(variant: Variant) -> Counter[int]:
-    """How often an operation finds the borders of what it reads: they were exchanged for another one that reads the same array.
+def with_borders(variant: Variant) -> frozenset[int]:
+    """Operations that find the borders of what they read: these were exchanged for another one that reads the same array.
 
     A convolution and its weight gradient exchange the same (``scripts/bench_rounded.py``), unless the array is made again between.
     XLA:TPU sees it; XLA:GPU and XLA:CPU send them twice.
     """
     seen: set[tuple[int, int, float]] = set()
-    found: Counter[int] = Counter()
+    found: set[int] = set()
     for op, node in sorted(variant.operations, key=lambda pair: variant.buffers.position.get(pair[1].id, -1)):
         keys = set()
         for k, o, width in halos(op):
             (dim,) = (i for i, (_, factor) in enumerate(o.dims) if factor == op.factors[k][0])
             keys.add((node.inputs[op.node.inputs.index(o.value)], dim, width))
-        found[op.node.id] += bool(keys) and keys <= seen
+        if keys and keys <= seen:
+            found.add(op.node.id)
         seen |= keys
-    return found
+    return frozenset(found)
 
 
 def major_dims(groups: Groups) -> Major:

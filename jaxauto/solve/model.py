@@ -206,13 +206,15 @@ class Model:
         both = (self.groups.times[op.node.id], self.placed.near), (self.variant.extra.get(op.node.id, 0), self.placed.again)
         return [(times, near) for times, near in both if times]
 
-    def exchanges(self, op: Operation) -> int:
-        """How often an operation's borders are exchanged in a step: XLA:TPU exchanges them once for all that read an array."""
+    def exchanges(self, op: Operation) -> tuple[int, int]:
+        """How often an operation's borders are exchanged in a step, and how often more where what has them is brought from another
+        sharding: XLA:TPU exchanges them once for all that read an array as it is."""
         once = op.rule.halo and self.chip.platform == "tpu"
-        found = self.cached(("with borders", self.variant), lambda: with_borders(self.variant)) if once else {}
-        return self.again(op.node.id) - self.groups.times[op.node.id] * min(1, found.get(op.node.id, 0))
+        found = self.cached(("with borders", self.variant), lambda: with_borders(self.variant)) if once else ()
+        known = self.groups.times[op.node.id] * (op.node.id in found)
+        return self.again(op.node.id) - known, known
 
-    def halo_collectives(self, op: Operation, state: np.ndarray) -> list[tuple[float, tuple[int, ...], float]]:
+    def halo_collectives(self, op: Operation, state: np.ndarray) -> list[tuple[Operand, float, tuple[int, ...], float]]:
         """What neighbours send each other for one run in one state, each ``SIDES`` times."""
         shapes = {o.value: self.values[o.value].shape for o in op.operands}
         return list(halo_collectives(op, state, shapes, {o.value: self.operand_bytes(op, o) for o in op.operands}, self.mesh))
@@ -398,13 +400,17 @@ class Model:
             found += self._edge_collectives(e, often, source, target)
         for op in self.groups.operations:
             strategy, again = self.state(x, "operation", op.node.id), self.again(op.node.id)
+            brought = set()
             for o in op.operands:
                 here = project(self.state(x, "group", o.group)[None], tuple(d for d, _ in o.dims))[0]
+                brought |= {o.value} if (here != self.operand_position(x, op, o)).any() else set()
                 steps = self._passage(here, self.operand_position(x, op, o), self.operand_bytes(op, o))
                 resource = self.resource_of(o.value, -1)
                 found += [(k, n, axes, self.fetches(op, o), s, resource, op.node.id) for k, n, axes, s in steps]
-            halos = self.halo_collectives(op, strategy)
-            found += [("collective-permute", n, axes, SIDES * self.exchanges(op), s, "blocking", op.node.id) for n, axes, s in halos]
+            always, more = self.exchanges(op)
+            for o, n, axes, s in self.halo_collectives(op, strategy):
+                times = always + more * (o.value in brought)
+                found.append(("collective-permute", n, axes, SIDES * times, s, "blocking", op.node.id))
             for o in op.results:
                 here, partial = self.operand_position(x, op, o), np.isin(strategy, reduced_factors(op, o))
                 there = project(self.state(x, "group", o.group)[None], tuple(d for d, _ in o.dims))[0]

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxauto.cost.compute import operation_seconds, traffic_seconds
+from jaxauto.cost.compute import factor_dims, operation_seconds, traffic_seconds
 from jaxauto.cost.halo import SIDES
 from jaxauto.cost.hashing import unhidden
 from jaxauto.cost.launches import kernels
 from jaxauto.cost.onchip import Near, capacity
 from jaxauto.graph import multiplicity, walk
-from jaxauto.groups import Operation
+from jaxauto.groups import Operand, Operation
 from jaxauto.solve.facts import buffer_runs, host_traffic
 from jaxauto.strategies import project, shards
 
@@ -113,11 +113,24 @@ def add_operations(model: Model) -> None:
             key = model.var("operation", op.node.id), near.beside.get(op.node.id), *held
             count[key] += times
             first.setdefault(key, (op, near))
-        if op.rule.halo and (times := model.exchanges(op)):
-            v = model.var("operation", op.node.id)
-            waited = [SIDES * sum(s for _, _, s in model.halo_collectives(op, state)) for state in model.states[v]]
-            model.problem.add_unary("blocking", v, times * np.array(waited))
+        if op.rule.halo:
+            _add_borders(model, op)
     for key, (op, near) in first.items():
         v = key[0]
         seconds = operation_seconds(op, model.values, model.states[v], model.mesh.sizes, model.chip, near)
         model.problem.add_unary("compute", v, count[key] * seconds)
+
+
+def _add_borders(model: Model, op: Operation) -> None:
+    """What an operation waits for at the edges of windows."""
+    v, (always, more) = model.var("operation", op.node.id), model.exchanges(op)
+    waited: dict[Operand, np.ndarray] = {}
+    for k, state in enumerate(model.states[v]):
+        for o, _, _, seconds in model.halo_collectives(op, state):
+            waited.setdefault(o, np.zeros(len(model.states[v])))[k] += SIDES * seconds
+    for o, seconds in waited.items():
+        model.problem.add_unary("blocking", v, always * seconds)
+        if more:
+            g = model.var("group", o.group)
+            here, there = project(model.states[g], tuple(d for d, _ in o.dims)), project(model.states[v], factor_dims(op, o))
+            model.problem.add_pair("blocking", g, v, more * seconds * (here[:, None] != there).any(-1))

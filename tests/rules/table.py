@@ -276,7 +276,9 @@ def transposed_gradient(x, cotangent, taps: int):
 
 
 def _convolution() -> list[Row]:
-    x, w, depthwise, grouped = ints(4, 16, 16, 8), ints(3, 3, 8, 12), ints(3, 3, 1, 16), ints(3, 3, 2, 16)
+    x, w, depthwise, several, grouped = (
+        ints(*shape) for shape in ((4, 16, 16, 8), (3, 3, 8, 12), (3, 3, 1, 8), (3, 3, 1, 16), (3, 3, 2, 16))
+    )
     forward = "b s0 s1 i, _ _ i o -> b s0 s1 o"
     to_kernel = "i k0 k1 b, i k0 k1 o -> _ _ b o"
     table = [
@@ -286,12 +288,15 @@ def _convolution() -> list[Row]:
         ("stride 1 to kernel", conv_gradient(1), w, to_kernel, 1),
         ("stride 2 to input", conv_gradient(0, stride=2), w, "b s0 s1 i, _ _ o i -> b s0 s1 o", 1),
         ("stride 2 to kernel", conv_gradient(1, stride=2), w, to_kernel, 1),
-        ("depthwise", functools.partial(conv, groups=8), depthwise, "b s0 s1 g, _ _ _ (g o) -> b s0 s1 (g o)", 0),
-        ("depthwise to input", conv_gradient(0, groups=8), depthwise, "b s0 s1 (g i), _ _ g i -> b s0 s1 g", 1),
-        ("depthwise to kernel", conv_gradient(1, groups=8), depthwise, "i k0 k1 g, i k0 k1 (g o) -> _ _ _ (g o)", 1),
-        ("grouped", functools.partial(conv, groups=4), grouped, "b s0 s1 (g i), _ _ i (g o) -> b s0 s1 (g o)", 0),
-        ("grouped to input", conv_gradient(0, groups=4), grouped, "b s0 s1 (g i), _ _ (g o) i -> b s0 s1 (g o)", 1),
-        ("grouped to kernel", conv_gradient(1, groups=4), grouped, "i k0 k1 (g b), i k0 k1 (g o) -> _ _ b (g o)", 1),
+        ("depthwise", functools.partial(conv, groups=8), depthwise, "b s0 s1 g, _ _ _ g -> b s0 s1 g", 0),
+        ("depthwise to input", conv_gradient(0, groups=8), depthwise, "b s0 s1 g, _ _ g _ -> b s0 s1 g", 1),
+        ("depthwise to kernel", conv_gradient(1, groups=8), depthwise, "i k0 k1 g, i k0 k1 g -> _ _ _ g", 1),
+        ("two of each", functools.partial(conv, groups=8), several, "b _ _ g, _ _ _ (g o) -> b _ _ (g o)", 0),
+        ("two of each to input", conv_gradient(0, groups=8), several, "b _ _ (g i), _ _ g i -> b _ _ g", 1),
+        ("two of each to kernel", conv_gradient(1, groups=8), several, "i _ _ g, i _ _ (g o) -> _ _ _ (g o)", 1),
+        ("grouped", functools.partial(conv, groups=4), grouped, "b _ _ (g i), _ _ i (g o) -> b _ _ (g o)", 0),
+        ("grouped to input", conv_gradient(0, groups=4), grouped, "b _ _ (g i), _ _ (g o) i -> b _ _ (g o)", 1),
+        ("grouped to kernel", conv_gradient(1, groups=4), grouped, "i _ _ (g b), i _ _ (g o) -> _ _ b (g o)", 1),
         ("patches", functools.partial(conv, stride=4, padding="VALID"), ints(4, 4, 8, 12), forward, 0),
         ("patches to input", conv_gradient(0, stride=4, padding="VALID"), ints(4, 4, 8, 12), "b s0 s1 i, _ _ o i -> b s0 s1 o", 1),
         ("patches to kernel", conv_gradient(1, stride=4, padding="VALID"), ints(4, 4, 8, 12), "i _ _ b, i _ _ o -> _ _ b o", 1),
@@ -300,7 +305,7 @@ def _convolution() -> list[Row]:
         ("pointwise", conv, ints(1, 1, 8, 12), forward, 0),
     ]
     # The CPU compiler widens grouped convolutions before it partitions; the TPU compiler needs nothing.
-    widened = {"depthwise to input", "grouped", "grouped to input"}
+    widened = {"two of each to input", "grouped", "grouped to input"}
     name = "conv_general_dilated"
     rows = [Row(name, f, (x, k), spec, index, label, GATHERS if label in widened else frozenset()) for label, f, k, spec, index in table]
     channels_first = functools.partial(conv, padding="VALID", dims=("NCHW", "OIHW", "NCHW"))
