@@ -92,10 +92,12 @@ class _Constraints(Pins):
         origin = self.origin.get(number, number)
         stacked = number in self.stacked
         made, kept = self.decisions.made.get(origin), self.decisions.values.get(origin)
+        if stacked and kept is not None:  # of what has been brought there in the loop
+            made = None
         if not stacked and made in (None, kept) and self._is_implied(number, kept):
             made = kept = None
         array = array if made is None else self.pinned(array, made, stacked=stacked)
-        if made is not None and kept is not None and len(made) == len(kept) and not stacked:
+        if made is not None and kept is not None and len(made) == len(kept):
             array = bring(array, made, kept, dict(self.mesh.shape), self.pinned)
         array = array if kept is None else self.pinned(array, kept, stacked=stacked)
         array = lax.optimization_barrier(array) if number in self.drawn else array

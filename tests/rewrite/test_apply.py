@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxauto.aot import abstract_mesh
 from jaxauto.blocks import find_blocks
-from jaxauto.core import Decisions
+from jaxauto.core import Decisions, Trips
 from jaxauto.graph import build, walk
 from jaxauto.rewrite.apply import apply
 from jaxauto.trace import trace
@@ -74,3 +74,24 @@ def test_on_cpu_what_is_made_again_waits_for_all_gradients_before_it():
 
     assert sums_before(frozenset(graph.outputs)) == 1, "what the backward pass begins with is waited for before it"
     assert sums_before(None) > 2
+
+
+def test_stacks_of_a_loop_are_of_what_was_brought_where_it_is_kept():
+    """A weight is narrowed as it lies and cut further to be kept: pinned as it lay, the stack would be sent back in every trip."""
+
+    def scanned(weights, x):
+        def loss(weights):
+            return jnp.mean(jax.lax.scan(lambda y, w: (jnp.tanh(y @ w.astype(jnp.bfloat16)), None), x, weights)[0] ** 2)
+
+        return jax.grad(loss)(weights)
+
+    args = jax.ShapeDtypeStruct((4, 64, 64), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.bfloat16)
+    graph = build(trace(scanned, args).jaxpr)
+    narrowed = {n.outputs[0] for n in walk(graph) if n.prim == "convert_element_type" and graph.values[n.outputs[0]].shape == (64, 64)}
+    splits = {0: (Trips(3, kept=frozenset(narrowed & {*find_blocks(graph)[0].made})), Trips(1))}
+    before, after = ((), ("model",)), ((), ("data", "model"))
+    decisions = Decisions(dict.fromkeys(narrowed, after), made=dict.fromkeys(narrowed, before), splits=splits)
+    applied = jax.make_jaxpr(apply(graph, decisions, abstract_mesh((4, 2), ("data", "model")), "tpu"))(*args)
+    pins = [eqn for eqn in applied.eqns if eqn.primitive.name == "sharding_constraint" and eqn.outvars[0].aval.dtype == jnp.bfloat16]
+    stacks = [eqn.params["sharding"].spec for eqn in pins if eqn.outvars[0].aval.ndim == 3]
+    assert stacks and all(spec == P(None, None, ("data", "model")) for spec in stacks)
