@@ -32,6 +32,7 @@ from jaxauto.rewrite.recompute import recompute
 from jaxauto.rewrite.sink import sink
 from jaxauto.swapped import turned
 
+_FOLLOWED = 64  # values made of a gradient that are looked at
 _LANES = 128  # of a TPU's tiles
 
 
@@ -94,7 +95,7 @@ class _Constraints(Pins):
         made, kept = self.decisions.made.get(origin), self.decisions.values.get(origin)
         if stacked and kept is not None:  # of what has been brought there in the loop
             made = None
-        if not stacked and made in (None, kept) and self._is_implied(number, kept):
+        if not stacked and made in (None, kept) and self._is_implied(number, kept) and not self._leaves(number, kept):
             made = kept = None
         array = array if made is None else self.pinned(array, made, stacked=stacked)
         if made is not None and kept is not None and len(made) == len(kept):
@@ -113,6 +114,24 @@ class _Constraints(Pins):
         if lhs is None or rhs is None:
             return False
         return implied.is_over_all(sharding, self.mesh.shape) and implied.of_dot(node, lhs, rhs) == sharding
+
+    def _leaves(self, number: int, sharding: Sharding | None) -> bool:
+        """Whether a value, or what is made of it before the next pin, is brought to another sharding: a pin says from which. Without it the
+        partitioner gathered all (a cotangent of an LSTM's inputs, scattered to an embedding that is split by features)."""
+        waiting = deque([(number, sharding or ())])
+        seen = {number}
+        while waiting:
+            x, here = waiting.popleft()
+            for node in self.values[x].users if len(seen) < _FOLLOWED else ():
+                first = next(iter(node.outputs), -1)
+                name = self.origin.get(first, first)
+                pins = (self.decisions.operands.get((name, k)) for k, y in enumerate(node.inputs) if y == x)
+                if any(pin is not None and not implied.may_be_same(here, pin) for pin in pins):
+                    return True
+                free = [y for y in node.outputs if self.origin.get(y, y) not in self.decisions.values and y not in seen]
+                waiting += [(y, implied.passed(node, here)) for y in free if not node.bodies]
+                seen.update(free)
+        return False
 
     def _of_operand(self, node: Node, index: int) -> Sharding | None:
         """What an operand is pinned to."""

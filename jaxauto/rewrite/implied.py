@@ -27,3 +27,16 @@ def of_dot(node: Node, lhs: Sharding, rhs: Sharding) -> Sharding | None:
 def is_over_all(sharding: Sharding, mesh: Mapping[str, int]) -> bool:
     """Whether an array is split over all devices of a mesh: propagation can add nothing to that."""
     return math.prod(mesh[axis] for axes in sharding for axis in axes) == math.prod(mesh.values())
+
+
+def passed(node: Node, sharding: Sharding) -> Sharding:
+    """How what a node makes of an array is sharded, if it is as the array: its dimensions in the new order where they are but turned."""
+    order = node.params["permutation"] if node.prim == "transpose" else ()
+    return tuple(sharding[d] for d in order) if len(order) == len(sharding) else sharding
+
+
+def may_be_same(sharding: Sharding, other: Sharding) -> bool:
+    """Whether arrays so sharded can be one: of as many dimensions, each split alike; else some have come or gone, and all may be turned."""
+    if len(sharding) == len(other):
+        return sharding == other
+    return sorted(axes for axes in sharding if axes) == sorted(axes for axes in other if axes)

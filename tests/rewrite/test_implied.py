@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxauto
 from jaxauto.aot import abstract_mesh
+from jaxauto.core import Decisions
 from jaxauto.graph import build
 from jaxauto.rewrite import implied
 from jaxauto.rewrite.apply import apply
@@ -77,3 +78,27 @@ def test_what_is_not_pinned_is_sharded_all_the_same_and_no_number_changes():
     placed = jax.device_put(w, NamedSharding(mesh, P(None, None, "model"))), jax.device_put(x, NamedSharding(mesh, P("data")))
     found, expected = plan.compile()(*placed)[0], jax.jit(attend)(w, x)
     assert jnp.max(jnp.abs(found - expected)) < 1e-6 * jnp.max(jnp.abs(expected))
+
+
+@pytest.mark.parametrize("wanted", [(("data",), (), ()), ((), (), ("data",))], ids=["batch", "features"])
+def test_what_is_brought_to_another_sharding_is_pinned_to_the_one_that_it_comes_from(wanted):
+    """A cotangent that is split as the batch is, and scattered to a table so, or by features."""
+
+    def step(table, w, tokens):
+        return jax.grad(lambda table: jnp.mean(jnp.tanh(jnp.tanh(table[tokens] @ w) @ w) ** 2))(table)
+
+    args = *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 128), (128, 128))), jax.ShapeDtypeStruct((8, 4096), jnp.int32)
+    graph = build(trace(step, args).jaxpr)
+    dots = [n for n in graph.nodes if n.prim == "dot_general"]
+    (scatter,) = (n for n in graph.nodes if n.prim == "scatter-add")
+    batch, whole = (("data",), (), ()), ((), ())
+    operands = {(n.outputs[0], k): whole if x == 1 else batch for n in dots for k, x in enumerate(n.inputs)}
+    decisions = Decisions({n.outputs[0]: batch for n in dots}, {**operands, (scatter.outputs[0], 2): wanted})
+    applied = jax.make_jaxpr(apply(graph, decisions, abstract_mesh((8,), ("data",)), "tpu"))(*args).eqns
+    *_, last = (eqn for eqn in applied if eqn.primitive.name == "dot_general")
+    pins, x = [], last.outvars[0]
+    while pin := next((eqn for eqn in applied if x in eqn.invars and eqn.primitive.name == "sharding_constraint"), None):
+        pins.append(pin.params["sharding"].spec)
+        (x,) = pin.outvars
+    assert pins[0] == P("data")
+    assert pins[1:] == [] if wanted == batch else pins[-1] == P(None, None, "data")
