@@ -101,4 +101,4 @@ def test_what_is_brought_to_another_sharding_is_pinned_to_the_one_that_it_comes_
         pins.append(pin.params["sharding"].spec)
         (x,) = pin.outvars
     assert pins[0] == P("data")
-    assert pins[1:] == [] if wanted == batch else pins[-1] == P(None, None, "data")
+    assert {*pins[1:]} <= {P("data")} if wanted == batch else pins[-1] == P(None, None, "data")
