@@ -219,31 +219,32 @@ class Answer:
                 o = next((o for o in op.operands if factor in [f for _, f in o.dims]), None)
                 if not (op.rule.halo.get(factor) and axes and o):
                     continue
-                found = op.node.id in known and self.operand(op, o) == self.holder(o)
+                found = op.node.id in known and self.operand(op, o) == self.operand(*known[op.node.id])
                 times = self.model.groups.times[op.node.id] * (not found) + self.model.variant.extra.get(op.node.id, 0)
                 extent = values[o.value].shape[[f for _, f in o.dims].index(factor)] / self.count(axes)
                 one_side = self.read_bytes(op, o) / self.pieces(self.operand(op, o)) / extent * op.rule.halo[factor] / 2
                 sizes, links = [self.sizes[a] for a in axes], [mesh.links[a] for a in axes]
                 yield 2 * times * float(collective_seconds("collective-permute", one_side * self.count(axes), sizes, links))
 
-    def borders_known(self) -> set[int]:
-        """Operations, as written, all of whose borders have been sent for others before one of their runs; on TPU."""
+    def borders_known(self) -> dict[int, tuple[Operation, Operand]]:
+        """Operations, as written, whose borders have been sent before one of their runs if another reads the array alike; on TPU."""
         if self.model.chip.platform != "tpu":
-            return set()
-        sent: set[tuple] = set()
-        known: set[int] = set()
+            return {}
+        sent: dict[tuple, tuple[Operation, Operand]] = {}
+        known: dict[int, tuple[Operation, Operand]] = {}
         where = self.model.buffers.position
         runs = [(where.get(node.id, -1), k) for k, (_, node) in enumerate(self.model.variant.operations)]
         for _, k in sorted(runs):
             op, node = self.model.variant.operations[k]
-            mine = set()
-            for factor, width in op.rule.halo.items():
-                o = next((o for o in op.operands if width and factor in [f for _, f in o.dims]), None)
-                if o is not None and factor in [f for f, _ in op.factors]:
-                    mine.add((node.inputs[op.node.inputs.index(o.value)], [f for _, f in o.dims].index(factor), width))
-            if mine and mine <= sent:
-                known.add(op.node.id)
-            sent |= mine
+            for o in op.operands:
+                factors = {f: d for d, (_, f) in enumerate(o.dims) if f in dict(op.factors) and op.rule.halo.get(f)}
+                if not factors:
+                    continue
+                array = node.inputs[op.node.inputs.index(o.value)], *sorted((d, op.rule.halo[f]) for f, d in factors.items())
+                if array in sent:
+                    known[op.node.id] = sent[array]
+                sent.setdefault(array, (op, o))
+                break
         return known
 
     def crossing(self) -> Iterator[tuple[str, float, int]]:

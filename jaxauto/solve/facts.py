@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Set
 from typing import Any
 
@@ -40,23 +41,26 @@ def read_rounded(groups: Groups, platform: str) -> tuple[frozenset[int], frozens
     return nodes, frozenset(o.group for _, o in reads if o.group != groups.place[o.value][0]) - others
 
 
-def with_borders(variant: Variant) -> frozenset[int]:
-    """Operations that find the borders of what they read: these were exchanged for another one that reads the same array.
+def with_borders(variant: Variant) -> dict[int, tuple[Operation, Operand]]:
+    """Operations that find the borders of what they read, and the operation that they were exchanged for, if that reads its operand so too.
 
-    A convolution and its weight gradient exchange the same (``scripts/bench_rounded.py``), unless the array is made again between.
+    A convolution and its weight gradient exchange the same (``scripts/bench_borders.py``), unless the array is made again between.
     XLA:TPU sees it; XLA:GPU and XLA:CPU send them twice.
     """
-    seen: set[tuple[int, int, float]] = set()
-    found: set[int] = set()
+    seen: dict[tuple, tuple[Operation, Operand]] = {}
+    found: dict[int, tuple[Operation, Operand]] = {}
     for op, node in sorted(variant.operations, key=lambda pair: variant.buffers.position.get(pair[1].id, -1)):
-        keys = set()
+        mine: dict[int, set[tuple[int, float]]] = defaultdict(set)
+        sent = {o.value: o for _, o, _ in halos(op)}
         for k, o, width in halos(op):
             (dim,) = (i for i, (_, factor) in enumerate(o.dims) if factor == op.factors[k][0])
-            keys.add((node.inputs[op.node.inputs.index(o.value)], dim, width))
-        if keys and keys <= seen:
-            found.add(op.node.id)
-        seen |= keys
-    return frozenset(found)
+            mine[o.value].add((dim, width))
+        for number, borders in mine.items() if len(mine) == 1 else ():
+            key = node.inputs[op.node.inputs.index(number)], frozenset(borders)
+            if key in seen:
+                found[op.node.id] = seen[key]
+            seen.setdefault(key, (op, sent[number]))
+    return found
 
 
 def major_dims(groups: Groups) -> Major:

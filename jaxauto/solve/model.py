@@ -207,12 +207,18 @@ class Model:
         return [(times, near) for times, near in both if times]
 
     def exchanges(self, op: Operation) -> tuple[int, int]:
-        """How often an operation's borders are exchanged in a step, and how often more where what has them is brought from another
-        sharding: XLA:TPU exchanges them once for all that read an array as it is."""
-        once = op.rule.halo and self.chip.platform == "tpu"
-        found = self.cached(("with borders", self.variant), lambda: with_borders(self.variant)) if once else ()
-        known = self.groups.times[op.node.id] * (op.node.id in found)
-        return self.again(op.node.id) - known, known
+        """How often an operation's borders are exchanged in a step, and how often more where it does not read what has them as the one
+        in ``borders`` does: XLA:TPU exchanges them once for all that read an array alike."""
+        found = op.node.id in self.borders
+        times = self.groups.times[op.node.id] * found
+        return self.again(op.node.id) - times, times
+
+    @property
+    def borders(self) -> dict[int, tuple[Operation, Operand]]:
+        """``facts.with_borders``, on TPU."""
+        if self.chip.platform != "tpu":
+            return {}
+        return self.cached(("with borders", self.variant), lambda: with_borders(self.variant))
 
     def halo_collectives(self, op: Operation, state: np.ndarray) -> list[tuple[Operand, float, tuple[int, ...], float]]:
         """What neighbours send each other for one run in one state, each ``SIDES`` times."""
@@ -400,17 +406,15 @@ class Model:
             found += self._edge_collectives(e, often, source, target)
         for op in self.groups.operations:
             strategy, again = self.state(x, "operation", op.node.id), self.again(op.node.id)
-            brought = set()
             for o in op.operands:
                 here = project(self.state(x, "group", o.group)[None], tuple(d for d, _ in o.dims))[0]
-                brought |= {o.value} if (here != self.operand_position(x, op, o)).any() else set()
                 steps = self._passage(here, self.operand_position(x, op, o), self.operand_bytes(op, o))
                 resource = self.resource_of(o.value, -1)
                 found += [(k, n, axes, self.fetches(op, o), s, resource, op.node.id) for k, n, axes, s in steps]
             always, more = self.exchanges(op)
             for o, n, axes, s in self.halo_collectives(op, strategy):
-                times = always + more * (o.value in brought)
-                found.append(("collective-permute", n, axes, SIDES * times, s, "blocking", op.node.id))
+                alike = not more or (self.operand_position(x, *self.borders[op.node.id]) == self.operand_position(x, op, o)).all()
+                found.append(("collective-permute", n, axes, SIDES * (always + more * (not alike)), s, "blocking", op.node.id))
             for o in op.results:
                 here, partial = self.operand_position(x, op, o), np.isin(strategy, reduced_factors(op, o))
                 there = project(self.state(x, "group", o.group)[None], tuple(d for d, _ in o.dims))[0]

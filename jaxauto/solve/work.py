@@ -131,6 +131,9 @@ def _add_borders(model: Model, op: Operation) -> None:
     for o, seconds in waited.items():
         model.problem.add_unary("blocking", v, always * seconds)
         if more:
-            g = model.var("group", o.group)
-            here, there = project(model.states[g], tuple(d for d, _ in o.dims)), project(model.states[v], factor_dims(op, o))
-            model.problem.add_pair("blocking", g, v, more * seconds * (here[:, None] != there).any(-1))
+            other, same = model.borders[op.node.id]
+            u = model.var("operation", other.node.id)
+            here, there = project(model.states[u], factor_dims(other, same)), project(model.states[v], factor_dims(op, o))
+            apart = (here[:, None] != there).any(-1)
+            if u != v:
+                model.problem.add_pair("blocking", u, v, more * seconds * apart)
