@@ -174,12 +174,23 @@ def _told_their_layout(rewritten: Rewritten, decisions: Decisions, mesh: Mapping
     """Gradients that XLA:TPU would lay out otherwise, and then copies parameters and moments there and back for the update.
 
     A vocabulary's (``swapped.turned``), and what leaves another dimension than the first: gathered, or exchanged for a part of that. But
-    not where a device's part has a last dimension so short that most of each tile would be padding: weights split within a head.
+    not where a device's part has a last dimension so short that most of each tile would be padding: weights split within a head; nor what
+    is split in two dimensions, which the partitioner gathers whole to lay it out (a Llama's head on eight v5e: 0.5 GiB).
     """
     gradients = (x for node in rewritten.graph.nodes if node.backward for x in node.outputs if _leaves_backward(rewritten.graph, x))
     inside = {x for x in gradients if _leaves_inside(decisions.made.get(x, ()), decisions.values.get(x, ()))}
     lasts = {x: rewritten.graph.values[x].shape[-1] / math.prod(mesh[axis] for axis in decisions.values[x][-1]) for x in inside}
-    return turned(rewritten.graph) | {x for x, last in lasts.items() if 2 * last >= _LANES}
+    told = turned(rewritten.graph) | {x for x, last in lasts.items() if 2 * last >= _LANES}
+    return {x for x in told if sum(map(bool, _sharding_of(rewritten, decisions, x))) < 2}
+
+
+def _sharding_of(rewritten: Rewritten, decisions: Decisions, number: int) -> Sharding:
+    """What a value is pinned to, or what it is a transpose of, its dimensions in that order; (): neither is."""
+    own = decisions.values.get(rewritten.origin.get(number, number))
+    node = rewritten.graph.values[number].producer
+    if own is None and node is not None and node.prim == "transpose" and isinstance(x := node.inputs[0], int):
+        own = decisions.values.get(rewritten.origin.get(x, x))
+    return own or ()
 
 
 def _leaves_backward(graph: Graph, number: int) -> bool:
