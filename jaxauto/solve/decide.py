@@ -49,6 +49,8 @@ def decisions_of(candidate: Candidate) -> Decisions:
             continue
         if e.node in model.narrowing:
             made[e.result] = sharding_of_value(model, x, e.value)
+        elif _is_one_of_several(model, x, node, e):
+            made[e.result], values[e.result] = (sharding_of_value(model, x, number) for number in (e.value, e.result))
         else:
             position = np.where(np.isin(model.position(x, e.value), _summed(e)), model.position(x, e.value), there[0])
             operands[node.outputs[0], e.operand] = sharding_of(position, len(e.dims), model.mesh)
@@ -96,6 +98,16 @@ def _made_elsewhere(model: Model, x: np.ndarray) -> Iterator[tuple[int, Sharding
 def sharding_of_value(model: Model, x: np.ndarray, number: int) -> Sharding:
     """The sharding of a value under solution ``x``."""
     return sharding_of(model.position(x, number), len(model.values[number].shape), model.mesh)
+
+
+def _is_one_of_several(model: Model, x: np.ndarray, node: Node, e: Edge) -> bool:
+    """Whether a result is a piece of an array that others are pieces of, and can be brought alone: with the array these would be too, and
+    back (the cotangent of what a U-Net joins). Not where the array is split along what is cut."""
+    before, after = model.values[e.value].shape, model.values[e.result].shape
+    if len(node.outputs) == 1 or len(before) != len(after):
+        return False
+    cut = [d for d, (n, m) in enumerate(zip(before, after, strict=True)) if n != m]
+    return bool(cut) and not np.isin(model.position(x, e.value), cut).any()
 
 
 def _summed(e: Edge) -> list[int]:

@@ -150,3 +150,21 @@ def test_a_late_gather_waits_for_what_is_in_memory(target, of_logits):
     awaited = late[head.outputs[0], 1]
     assert (awaited is None) == bool(of_logits)
     assert awaited is None or graph.values[awaited].elements < rows.size * vocabulary / WIDTH
+
+
+def test_a_piece_that_is_brought_elsewhere_leaves_the_others_where_they_are():
+    """Pinned before it is cut, all of an array would go there, and the other piece back."""
+
+    def step(w, x):
+        a, b = jnp.split(jnp.tanh(x), 2, axis=-1)
+        return w + a, jnp.sum(b**2)
+
+    args = jax.ShapeDtypeStruct((64, 256, 64), jnp.float32), jax.ShapeDtypeStruct((64, 256, 128), jnp.float32)
+    pins = {"0": P(None, "data"), "1": P("data")}
+    plan = jaxauto.plan(step, *args, target="cpu:8", mesh={"data": 8}, constraints=pins, remat="off", certify=False, progress=False)
+    (split,) = (n for n in plan.program.graph.nodes if n.prim == "split")
+    decisions, batch, rows = plan.decisions, (("data",), (), ()), ((), ("data",), ())
+    assert (split.outputs[0], 0) not in decisions.operands
+    assert decisions.made[split.outputs[0]] == batch and decisions.values[split.outputs[0]] == rows
+    (exchange,) = (c for c in plan.verify().collectives if c.name.startswith("all-to-all"))
+    assert exchange.compiled_count == 1 and exchange.compiled == 4 * args[0].size
