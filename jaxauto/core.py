@@ -390,7 +390,8 @@ class Decisions:
       kept: for each block of ``blocks.find_blocks`` the value ids it keeps for the backward pass, or None for as written.
       gathered_late: (first result, operand index) whose gather waits for the backward pass (else it is merged with the forward one's) →
         the value that it waits for, in memory before the node runs; None: the other operand of the node.
-      made: value id → sharding it is made in before it gets the one in ``values``: a conversion that narrows comes before a gather.
+      made: value id → sharding it is made in before it gets the one in ``values``: a conversion that narrows comes before a gather, and
+        an array is cut before a piece of it goes elsewhere.
       offloaded: values that are in the host's memory between the passes; arguments and results that are there between steps.
       remade: values between blocks that are made again for the backward pass, and the depth of each, see ``reruns.py``.
       splits: block → its trips, where they differ in what they keep; ``kept`` says what the first of them keep.
