@@ -20,13 +20,12 @@ from jax.sharding import PartitionSpec as P
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+from bench_rounded import BROUGHT, of, step_of, write  # noqa: E402
+
 import jaxauto  # noqa: E402
-from jaxauto.aot import close_workers  # noqa: E402
 
 FEATURES, LAYERS, ROWS, COLUMNS = 128, 3, 4096, 64
-BROUGHT = ("all-gather", "all-to-all", "collective-permute")
 NUMBERS = ("NHWC", "HWIO", "NHWC")
-of = jax.ShapeDtypeStruct
 
 
 def conv(x: jax.Array, w: jax.Array, stride: int = 1, groups: int = 1, dilation: int = 1) -> jax.Array:
@@ -64,13 +63,10 @@ def row(kind: str, target: str) -> str:
             x = jnp.tanh(layer(x, w))
         return jnp.mean(x**2)
 
-    def step(weights: list[jax.Array], x: jax.Array) -> list[jax.Array]:
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights, x))
-
     weights, x = [of((taps, taps, inputs, outputs), jnp.float32)] * LAYERS, of((1, rows, COLUMNS, FEATURES), jnp.float32)
     pins = {"0.*": P(), "1": P(None, "data")}
     options = {"target": target, "mesh": {"data": 8}, "constraints": pins, "remat": "off", "certify": False, "progress": False}
-    found = jaxauto.plan(step, weights, x, **options).verify()
+    found = jaxauto.plan(step_of(loss), weights, x, **options).verify()
     cells = [kind, target]
     for name in BROUGHT:
         told = sum(c.estimated for c in found.collectives if c.name.startswith(name)) / 2**20
@@ -82,16 +78,11 @@ def row(kind: str, target: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--targets", default="v5e:2x4,h100:8")
-    options = parser.parse_args()
-    lines = ["# Convolutions of images that are split by rows", "", f"Made by scripts/bench_borders.py; jax {jax.__version__}.", ""]
-    lines += ["MiB of all devices in a step: told, compiled.", ""]
-    lines += ["| layers | target | all-gather | all-to-all | collective-permute |", "|---|---|---|---|---|"]
-    for target in options.targets.split(","):
-        for kind in KINDS:
-            lines.append(row(kind, target))
-            print(lines[-1], flush=True)
-    (HERE / "results" / "borders.md").write_text("\n".join(lines) + "\n")
-    close_workers()
+    targets = parser.parse_args().targets.split(",")
+    head = ["# Convolutions of images that are split by rows", "", f"Made by scripts/bench_borders.py; jax {jax.__version__}.", ""]
+    head += ["MiB of all devices in a step: told, compiled.", ""]
+    head += ["| layers | target | all-gather | all-to-all | collective-permute |", "|---|---|---|---|---|"]
+    write("borders", head, (row(kind, target) for target in targets for kind in KINDS))
 
 
 if __name__ == "__main__":

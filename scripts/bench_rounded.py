@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ BROUGHT = ("all-gather", "all-to-all", "collective-permute")
 of = jax.ShapeDtypeStruct
 
 
-def _step(loss: Callable[..., jax.Array]) -> Callable:
+def step_of(loss: Callable[..., jax.Array]) -> Callable:
     return lambda w, x: jax.tree.map(lambda w, g: w - 0.1 * g, w, jax.grad(loss)(w, x))
 
 
@@ -66,26 +66,30 @@ def row(name: str, target: str, precision: str | None) -> str:
     loss, weights, x, pins = CASES[name]
     options = {"target": target, "mesh": {"data": 8}, "constraints": pins, "remat": "off", "certify": False, "progress": False}
     with jax.default_matmul_precision(precision):
-        found = jaxauto.plan(_step(loss), weights, x, **options).verify()
+        found = jaxauto.plan(step_of(loss), weights, x, **options).verify()
     brought = [c for c in found.collectives if c.name.split(" ")[0] in BROUGHT]
     told, compiled = sum(c.estimated for c in brought), sum(c.compiled for c in brought)
     error = f"{told / compiled - 1:+.1%}" if compiled else ""
     return f"| {name} | {target} | {precision or 'default'} | {told / 2**20:,.2f} | {compiled / 2**20:,.2f} | {error} |"
 
 
+def write(name: str, head: Iterable[str], rows: Iterable[str]) -> None:
+    """results/NAME.md, its rows printed as they are there."""
+    lines = [*head]
+    for line in rows:
+        lines.append(line)
+        print(line, flush=True)
+    (HERE / "results" / f"{name}.md").write_text("\n".join(lines) + "\n")
+    close_workers()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--targets", default="v5e:2x4,v5p:2x2x2,v6e:2x4")
-    options = parser.parse_args()
-    lines = ["# What is brought to products in float32", "", f"Made by scripts/bench_rounded.py; jax {jax.__version__}.", ""]
-    lines += ["| brought | target | precision | MiB told | compiled | error |", "|---|---|---|---|---|---|"]
-    for target in options.targets.split(","):
-        for name in CASES:
-            for precision in (None, "highest"):
-                lines.append(row(name, target, precision))
-                print(lines[-1], flush=True)
-    (HERE / "results" / "rounded.md").write_text("\n".join(lines) + "\n")
-    close_workers()
+    targets = parser.parse_args().targets.split(",")
+    head = ["# What is brought to products in float32", "", f"Made by scripts/bench_rounded.py; jax {jax.__version__}.", ""]
+    head += ["| brought | target | precision | MiB told | compiled | error |", "|---|---|---|---|---|---|"]
+    write("rounded", head, (row(name, target, p) for target in targets for name in CASES for p in (None, "highest")))
 
 
 if __name__ == "__main__":

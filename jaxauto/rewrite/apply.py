@@ -185,11 +185,11 @@ def _told_their_layout(rewritten: Rewritten, decisions: Decisions, mesh: Mapping
 
 
 def _sharding_of(rewritten: Rewritten, decisions: Decisions, number: int) -> Sharding:
-    """What a value is pinned to, or what it is a transpose of, its dimensions in that order; (): neither is."""
+    """What a value is pinned to, or has of what it is a transpose of; (): neither is pinned."""
     own = decisions.values.get(rewritten.origin.get(number, number))
     node = rewritten.graph.values[number].producer
     if own is None and node is not None and node.prim == "transpose" and isinstance(x := node.inputs[0], int):
-        own = decisions.values.get(rewritten.origin.get(x, x))
+        own = implied.passed(node, decisions.values.get(rewritten.origin.get(x, x), ()))
     return own or ()
 
 

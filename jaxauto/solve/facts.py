@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Set
 from typing import Any
 
@@ -50,16 +49,14 @@ def with_borders(variant: Variant) -> dict[int, tuple[Operation, Operand]]:
     seen: dict[tuple, tuple[Operation, Operand]] = {}
     found: dict[int, tuple[Operation, Operand]] = {}
     for op, node in sorted(variant.operations, key=lambda pair: variant.buffers.position.get(pair[1].id, -1)):
-        mine: dict[int, set[tuple[int, float]]] = defaultdict(set)
-        sent = {o.value: o for _, o, _ in halos(op)}
-        for k, o, width in halos(op):
-            (dim,) = (i for i, (_, factor) in enumerate(o.dims) if factor == op.factors[k][0])
-            mine[o.value].add((dim, width))
-        for number, borders in mine.items() if len(mine) == 1 else ():
-            key = node.inputs[op.node.inputs.index(number)], frozenset(borders)
-            if key in seen:
-                found[op.node.id] = seen[key]
-            seen.setdefault(key, (op, sent[number]))
+        if not (sent := list(halos(op))):
+            continue
+        _, o, _ = sent[0]  # all are of one operand
+        borders = frozenset(([f for _, f in o.dims].index(op.factors[k][0]), width) for k, _, width in sent)
+        key = node.inputs[op.node.inputs.index(o.value)], borders
+        if key in seen:
+            found[op.node.id] = seen[key]
+        seen.setdefault(key, (op, o))
     return found
 
 

@@ -209,11 +209,10 @@ class Model:
     def exchanges(self, op: Operation) -> tuple[int, int]:
         """How often an operation's borders are exchanged in a step, and how often more where it does not read what has them as the one
         in ``borders`` does: XLA:TPU exchanges them once for all that read an array alike."""
-        found = op.node.id in self.borders
-        times = self.groups.times[op.node.id] * found
-        return self.again(op.node.id) - times, times
+        known = self.groups.times[op.node.id] if op.node.id in self.borders else 0
+        return self.again(op.node.id) - known, known
 
-    @property
+    @functools.cached_property
     def borders(self) -> dict[int, tuple[Operation, Operand]]:
         """``facts.with_borders``, on TPU."""
         if self.chip.platform != "tpu":

@@ -134,6 +134,8 @@ def _add_borders(model: Model, op: Operation) -> None:
             other, same = model.borders[op.node.id]
             u = model.var("operation", other.node.id)
             here, there = project(model.states[u], factor_dims(other, same)), project(model.states[v], factor_dims(op, o))
-            apart = (here[:, None] != there).any(-1)
-            if u != v:
-                model.problem.add_pair("blocking", u, v, more * seconds * apart)
+            apart = more * seconds * (here[:, None] != there).any(-1)
+            if u == v:
+                model.problem.add_unary("blocking", v, apart.diagonal())
+            else:
+                model.problem.add_pair("blocking", u, v, apart)
