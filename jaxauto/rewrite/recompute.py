@@ -8,7 +8,8 @@ In a straight program what is read goes through one ``optimization_barrier`` tog
 the backward pass, so no compiler merges it with the original or moves it up. What is kept, and what is read of other blocks, is read
 there by the rest of the backward pass too: else a compiler could make it again from what is not kept. Masks and other spread constants
 stay out of the barrier: what passes through it is written to memory, and these need not be. Loops need none: two bodies are never merged,
-and a slice that passed a barrier would be copied out of its stack first (``jax.checkpoint(prevent_cse=False)`` is for the same case).
+and a slice that passed a barrier would be copied out of its stack first (``jax.checkpoint(prevent_cse=False)`` is for the same case). But
+loops of one trip are unrolled by compilers, and are straight programs then.
 
 Of what lies between blocks some can be made again too (see ``reruns``), in the same way, before the first recomputation, or deeper rerun,
 that reads it.
@@ -19,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
+
+import jax.numpy as jnp
 
 from jaxauto.blocks import Block, closure, find_blocks, phases
 from jaxauto.core import Graph, Literal, Node, Trips
@@ -240,7 +243,8 @@ def _rewrite_pair(program: Program, block: Block, part: Part) -> None:
     pair = _Pair(program, part)
     passed = {value: pair.inside(value) for value in reads}
     replaced = pair.drop(dropped)
-    pair.finish(nodes, passed, replaced)
+    head = [] if part.forward.trips > 1 else [pair.barrier(passed)]
+    pair.finish(head, nodes, passed, replaced)
 
 
 class _Pair:
@@ -293,13 +297,30 @@ class _Pair:
         self.xs = [(outer, inner) for outer, inner in self.xs if inner not in replaced]
         return replaced
 
-    def finish(self, nodes: tuple[Node, ...], names: dict[int, int], replaced: dict[int, int]) -> None:
-        """Put the two scans together again; ``nodes`` are recomputed at the head of the backward body and read ``names``."""
+    def barrier(self, passed: dict[int, int]) -> Node:
+        """For one trip. ``passed``: value as written → what recomputation reads; learns what that is called behind the barrier, from where
+        all of the backward body reads it, and the cotangents."""
+        values, body = self.program.values, self.bbody
+        reads = [inner for value, inner in passed.items() if not is_spread(self.program.written, value)]
+        cotangents = [x for _, x in self.carries if jnp.issubdtype(values[x].dtype, jnp.floating) and not self._is_sum(x)]
+        barrier, names = self.program.barrier([*dict.fromkeys([*reads, *cotangents])], body.nodes[0])
+        for node in body.nodes:
+            read_as(node, names)
+        body.outputs = renamed(body.outputs, names)
+        passed.update({value: names.get(inner, inner) for value, inner in passed.items()})
+        return barrier
+
+    def _is_sum(self, carry: int) -> bool:
+        """Whether a carry is nothing but added to: the gradient of what every trip reads."""
+        return not any(carry in node.inputs and node.prim not in ("add", "add_any") for node in self.bbody.nodes)
+
+    def finish(self, head: list[Node], nodes: tuple[Node, ...], names: dict[int, int], replaced: dict[int, int]) -> None:
+        """Put the two scans together again; ``nodes`` are recomputed in the backward body, after ``head``, and read ``names``."""
         copies = self.program.again(nodes, names)
         names = {inner: names[value] for inner, value in replaced.items()}
         for node in self.bbody.nodes:
             read_as(node, names)
-        self.bbody.nodes = [*copies, *self.bbody.nodes]
+        self.bbody.nodes = [*head, *copies, *self.bbody.nodes]
         self.bbody.outputs = renamed(self.bbody.outputs, names)
         operands = [*self.consts, *self.carries, *self.xs]
         self.bbody.inputs = tuple(inner for _, inner in operands)

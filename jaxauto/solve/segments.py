@@ -9,6 +9,8 @@ n_i trips, in k_i segments where they run again:
     while part i runs back        Σ_{j≤i} K_j + T,  or + what its segment takes, cut as that is; T, forward again: 2·c and the cotangent
     seconds                       Σ n_i·a,  or + n_i·f + k_i · those of its segment
 
+A part of one trip is no loop (``rewrite/recompute.py``): it takes a carry less than is told here.
+
 Cuts that are worked out; of these what nothing beats in bytes and seconds is offered:
 - two parts that do not run again, and keep unalike, for all pairs of what the levels keep
 - equal segments, one or two deep, and a part that is not run again at the end, for all such pairs: few loops

@@ -76,6 +76,25 @@ def test_on_cpu_what_is_made_again_waits_for_all_gradients_before_it():
     assert sums_before(None) > 2
 
 
+def test_what_one_trip_makes_again_is_made_again_as_compiled():
+    """A loop of one trip is unrolled, and what is equal in a straight program is merged."""
+
+    def scanned(weights, x):
+        one = lambda y, w: (jnp.tanh(jnp.tanh(y @ w) @ w.T), None)  # noqa: E731
+        return jax.grad(lambda weights: jnp.mean(jax.lax.scan(one, x, weights)[0] ** 2))(weights)
+
+    args = jax.ShapeDtypeStruct((1, 64, 256), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.float32)
+    graph = build(trace(scanned, args).jaxpr)
+
+    def dots(kept):
+        text = jax.jit(apply(graph, Decisions({}, {}, kept), jax.make_mesh((1,), ("data",)))).lower(*args).compile().as_text()
+        assert " while(" not in text
+        return len(re.findall(r" dot\(", text))
+
+    blocks = find_blocks(graph)
+    assert dots(tuple(frozenset() for _ in blocks)) == dots(tuple(frozenset(b.residuals) for b in blocks)) + 2
+
+
 def test_stacks_of_a_loop_are_of_what_was_brought_where_it_is_kept():
     """A weight is narrowed as it lies and cut further to be kept: pinned as it lay, the stack would be sent back in every trip."""
 

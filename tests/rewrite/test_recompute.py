@@ -11,6 +11,7 @@ from jax import lax
 from zoo import STEPS
 
 from jaxauto.blocks import find_blocks
+from jaxauto.core import Trips
 from jaxauto.graph import walk
 from jaxauto.rewrite.evaluate import evaluator, jaxpr_of
 from jaxauto.rewrite.recompute import recompute
@@ -279,6 +280,32 @@ def test_dropped_residuals_are_no_longer_stacked():
     stacks = [result.values[y].shape for y in forward.outputs[forward.num_carry :]]
     assert stacks == [(6, 512, 128)]  # the carry that enters each trip
     assert not any(node.prim == "optimization_barrier" for node in walk(result)), "two loops are never merged"
+
+
+@pytest.mark.parametrize("splits", [None, {0: (Trips(5, kept=frozenset()), Trips(1, kept=frozenset()))}], ids=["whole", "one apart"])
+def test_one_trip_is_made_again_behind_a_barrier(splits):
+    """Compilers unroll it, and would merge what is made again. The barrier waits for the cotangents; not for sums of gradients, which are
+    zeros before the trip, nor are masks written for it."""
+    bias = jax.ShapeDtypeStruct((128,), jnp.float32)
+
+    def step(weights, x, bias):
+        def one(h, w):
+            return layer(h, w) * (jnp.arange(128) > 3) + bias, None
+
+        return jax.grad(lambda w, b: (lax.scan(one, x, w)[0] ** 2).sum(), argnums=(0, 1))(weights, bias)
+
+    graph = graph_of(step, (stacked(DENSE if splits else DENSE[:1]), ROWS, bias))
+    result = recompute(graph, {} if splits else nothing(find_blocks(graph)), splits=splits).graph
+    assert_consistent(result)
+    loops = [node for node in result.nodes if node.prim == "scan"]
+    barriers = {node.id: [n for n in node.bodies[0].nodes if n.prim == "optimization_barrier"] for node in loops}
+    assert [len(barriers[node.id]) for node in loops] == [int(node.backward and node.trips == 1) for node in loops]
+    (node,), body = next((barriers[n.id], n.bodies[0]) for n in loops if barriers[n.id])
+    shapes = [result.values[x].shape for x in node.inputs]
+    assert body.nodes[0] is node and shapes.count((512, 128)) == 2, "what is saved of the trip, and the cotangent"
+    assert (128,) not in shapes and not any(result.values[x].dtype == bool for x in node.inputs)
+    passed = {x for x in node.inputs if isinstance(x, int)}
+    assert not any(passed & {*n.inputs} for n in body.nodes[1:]) and not passed & {*body.outputs}, "read from there on"
 
 
 def test_kept_values_need_not_be_residuals():
