@@ -23,11 +23,11 @@ from jaxauto.solve.brought import Way, shares_on_the_way, tiled
 from jaxauto.solve.facts import viewed
 from jaxauto.solve.padded import held_padded
 from jaxauto.solve.pooled import held_pooled
-from jaxauto.solve.positions import edge_layout, moved_share
+from jaxauto.solve.positions import edge_layout, moved_share, reduced_factors
 from jaxauto.solve.put_off import held_for_gradients
 from jaxauto.solve.turns import Row, beside_loops, beside_results, cut_results, in_order, update_begins, updating
 from jaxauto.solve.widened import held_widened
-from jaxauto.strategies import project, shards
+from jaxauto.strategies import WHOLE, project, shards
 
 if TYPE_CHECKING:
     from jaxauto.solve.model import Model
@@ -89,6 +89,42 @@ def _of_results(model: Model) -> Iterator[Row]:
             begin = filled_at(model, node, at)
             if begin < at:
                 yield from in_order(begin, at - 1, v, g, model.cached(("whole", v, g, o.value), lambda op=op, o=o: _as_made(model, op, o)))
+
+
+def _cut_as_read(model: Model) -> Iterator[Row]:
+    """What a device makes of a result beyond the part that it keeps."""
+    for op, o, begin, end in cut_as_read(model):
+        v, g = model.var("operation", op.node.id), model.var("group", o.group)
+        yield from in_order(begin, end, v, g, model.cached(("cut as read", v, g, o.value), lambda op=op, o=o: _beyond(model, op, o)))
+
+
+def cut_as_read(model: Model) -> list[tuple[Operation, Operand, int, int]]:
+    """(operation, its result, from where to where all of that is in memory that a device makes), where it may keep a part of it.
+
+    No collective is needed for a part. XLA:TPU cuts it in every kernel that reads it, so all lies there until the last has run; XLA:GPU and
+    XLA:CPU write the part, and what leaves the step is one (compiled for eight devices: one dot made whole, its result split by rows).
+    """
+    return model.cached(("cut as read", model.variant), lambda: list(_cuts(model)))
+
+
+def _cuts(model: Model) -> Iterator[tuple[Operation, Operand, int, int]]:
+    b, outputs = model.buffers, {*model.variant.rewritten.graph.outputs}
+    index = {int(n): k for k, n in enumerate(b.ids)} if model.chip.platform == "tpu" else {}
+    for op, node in model.variant.operations:
+        at = b.position.get(node.id)
+        for o in op.results if at is not None else ():
+            number = node.outputs[op.node.outputs.index(o.value)]
+            k = index.get(number) if number not in outputs else None
+            yield op, o, at, at if k is None else max(at, int(b.end[k]))
+
+
+def _beyond(model: Model, op: Operation, o: Operand) -> np.ndarray:
+    """Bytes of a result as made without those of the part that is kept, by the states of operation and group."""
+    state, sizes = model.states[model.var("operation", op.node.id)], model.mesh.sizes
+    here, there = project(state, factor_dims(op, o)), project(model.states[model.var("group", o.group)], tuple(d for d, _ in o.dims))
+    partial = np.isin(state, reduced_factors(op, o)).any(-1)
+    cut = ((here[:, None] == there[None]) | (here[:, None] == WHOLE)).all(-1) & ~partial[:, None]
+    return model.values[o.value].nbytes * cut * (1 / shards(here, sizes)[:, None] - 1 / shards(there, sizes)[None])
 
 
 def _made_early(model: Model) -> Iterator[Row]:
@@ -314,6 +350,7 @@ def filled_at(model: Model, node: Node, at: int) -> int:
 
 _ROWS = (
     _of_results,
+    _cut_as_read,
     _made_early,
     _bordered,
     _shared,

@@ -13,7 +13,7 @@ from jaxauto.cost.widened import WIDE
 from jaxauto.cost.windowed import is_view
 from jaxauto.graph import walk
 from jaxauto.groups import Operand, Operation
-from jaxauto.solve.beside import FILLED, bordered, made_early, passed_edges, shared_operands
+from jaxauto.solve.beside import FILLED, bordered, cut_as_read, made_early, passed_edges, shared_operands
 from jaxauto.solve.check_ring import padding
 from jaxauto.solve.check_turns import copies_of_results, is_turned, made_whole
 from jaxauto.solve.padded import may_be_padded
@@ -32,6 +32,7 @@ def held_beside(answer: Answer) -> Iterator[tuple[int, int, float]]:
     """(first position, last, bytes of one device) of what is there beside buffers."""
     last = answer.model.buffers.length - 1
     yield from _of_results(answer)
+    yield from _cut_as_read(answer)
     yield from _made_early(answer)
     yield from _bordered(answer)
     yield from _shared(answer)
@@ -109,6 +110,15 @@ def _of_results(answer: Answer) -> Iterator[tuple[int, int, float]]:
             begin = _filled(answer, node, at)
             if begin < at:
                 yield begin, at - 1, model.values[o.value].nbytes / answer.pieces(here)
+
+
+def _cut_as_read(answer: Answer) -> Iterator[tuple[int, int, float]]:
+    """What is made beyond the part that is kept."""
+    for op, o, begin, end in cut_as_read(answer.model):
+        here, there = answer.operand(op, o), answer.holder(o)
+        if not answer.partial(op, o) and all(h in (t, WHOLE) for h, t in zip(here, there, strict=True)):
+            whole, part = (answer.model.values[o.value].nbytes / answer.pieces(where) for where in (here, there))
+            yield begin, end, whole - part
 
 
 def _made_early(answer: Answer) -> Iterator[tuple[int, int, float]]:

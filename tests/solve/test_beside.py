@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxauto
-from jaxauto.solve.beside import _split_bytes, bordered, held_beside, made_early, passed_edges, shared_operands
+from jaxauto.solve.beside import _beyond, _split_bytes, bordered, cut_as_read, held_beside, made_early, passed_edges, shared_operands
 from jaxauto.solve.check import check
 from jaxauto.solve.live import timeline
 from jaxauto.solve.stacked import readings
@@ -73,6 +73,34 @@ def test_on_tpu_loops_read_stacks_that_are_narrowed_before_them():
     args = (spec(4, 512, 1024), spec(4, 1024, 512)), spec(2048, 512)
     best = best_of(scanned, args, "v5e:2x4", {"0.*": P(None, None, "data"), "1": P("data")})
     assert not readings(best.variant, best.model.groups) and not [*beside_loops(best.model)]
+
+
+@pytest.mark.parametrize(("target", "cut_by_readers"), [("v5e:2x4", True), ("h100:8", False), ("cpu:8", False)])
+def test_what_is_made_whole_is_there_until_the_part_that_is_kept_is_cut(target, cut_by_readers):
+    """Compiled, a dot made whole and pinned whole, then split: XLA:TPU has all of it until the last kernel that reads its part."""
+
+    def step(x, w, v):
+        y = x @ w
+        z = y @ v
+        return jnp.sum(y * jnp.sin(z @ v.T))
+
+    best = best_of(step, (spec(1024, 512), spec(512, 2048), spec(2048, 256)), target, {"*": P()})
+    nodes = {node.outputs[0]: node for node in best.variant.rewritten.graph.nodes}
+    (op, result, begin, end) = next(row for row in cut_as_read(best.model) if best.model.values[row[1].value].shape == (1024, 2048))
+    last = max(best.model.buffers.position[user.id] for user in best.variant.rewritten.graph.values[result.value].users)
+    assert begin == best.model.buffers.position[nodes[result.value].id]
+    assert end >= last if cut_by_readers else end == begin
+
+    states = best.model.states[best.model.var("operation", op.node.id)]
+    groups = best.model.states[best.model.var("group", result.group)]
+    table = _beyond(best.model, op, result)
+    factors = [next(k for k, (f, _) in enumerate(op.factors) if f == name) for _, name in result.dims]
+    (inner,) = {*range(len(op.factors))} - {*factors}
+    rows, columns = (next(k for k, state in enumerate(states) if list(state) == [f]) for f in factors)
+    whole, partial = (next(k for k, state in enumerate(states) if list(state) == [f]) for f in (WHOLE, inner))
+    split, unsplit = (next(k for k, state in enumerate(groups) if list(state) == [d]) for d in (result.dims[0][0], WHOLE))
+    assert table[whole, split] == 8 * MIB * 7 / 8
+    assert table[[whole, rows, rows, columns, partial], [unsplit, split, unsplit, split, split]].tolist() == [0] * 5, "or it is no cut"
 
 
 def test_a_sum_is_there_whole_before_it_is_scattered():
