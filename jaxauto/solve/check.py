@@ -25,7 +25,7 @@ from jaxauto.rewrite.narrow import multiplies_rounded
 from jaxauto.solve.check_beside import brought, held_beside
 from jaxauto.solve.check_ring import padding, ring
 from jaxauto.solve.check_turns import copies
-from jaxauto.solve.check_work import hashed, launched, roofline
+from jaxauto.solve.check_work import hashed, is_piece, launched, roofline
 from jaxauto.solve.facts import crossings, major_dims, read_together
 from jaxauto.solve.loops import accumulated, combined, shadows
 from jaxauto.solve.model import Model
@@ -181,8 +181,8 @@ class Answer:
                 total["compute"] += times * (longer[0] if longer else 0.0)
         outputs = {x for x in self.model.groups.graph.outputs if isinstance(x, int)}
         waited = {key for key, (_, ahead) in updating(self.model).items() if not ahead}
-        for e, times in self.brought_once():
-            for part in self.edge(e):
+        for e, times, pieces in self.brought_once():
+            for part in self.edge(e, pieces):
                 ends = (e.node == -1 and e.value in outputs) or (e.node, e.operand) in waited
                 self.charge(total, "blocking" if ends else self.resource(e.value, e.result), times, part, e.node)
         for exchanged in self.halos():
@@ -200,14 +200,17 @@ class Answer:
                 total["prefetch"] += float(buffers.bytes_[k]) / pieces / self.model.chip.host_bandwidth
         return total
 
-    def brought_once(self) -> Iterator[tuple[Edge, float]]:
-        """Edges and how often in a step; those that bring one array to one place in one pass, not narrowed nor summed, are one."""
+    def brought_once(self) -> Iterator[tuple[Edge, float, float | None]]:
+        """Edges, how often in a step, and bytes where pieces of the array alone are brought; those that bring one array to one place in one
+        pass, not narrowed nor summed, are one."""
         alike: dict[tuple, list[Edge]] = {}
         for k, e in enumerate(self.model.groups.edges):
             merges = e.node >= 0 and not e.reduced and e.node not in self.model.narrowing
             alike.setdefault((e.value, e.source, e.target, e.dims, e.times, e.backward) if merges else (k,), []).append(e)
         for edges in alike.values():
-            yield edges[0], max(e.times + self.model.variant.extra.get(e.node, 0) for e in edges)
+            results = {e.result: e for e in edges}
+            pieces = sum(map(self.bytes_of, results)) if all(is_piece(self, e) for e in results.values()) else None
+            yield edges[0], max(e.times + self.model.variant.extra.get(e.node, 0) for e in edges), pieces
 
     def halos(self) -> Iterator[float]:
         """Seconds that convolutions wait for their neighbours' borders: from each side half of what windows overlap; on TPU
@@ -299,12 +302,13 @@ class Answer:
         state = self.operation[op.node.id]
         return frozenset(a for a, d in enumerate(state) if d != WHOLE and op.factors[d][0] in read - own)
 
-    def edge(self, e: Edge) -> Iterator[tuple[float, float]]:
-        """The passages of an edge: of the array, and of the sum along dimensions that are summed away."""
+    def edge(self, e: Edge, pieces: float | None = None) -> Iterator[tuple[float, float]]:
+        """The passages of an edge: of the array, or ``pieces`` bytes of it, and of the sum along dimensions that are summed away."""
         source = self.group[e.source]
         here, there = self.sides(e)
         number = e.result if e.node in self.model.narrowing else e.value
-        yield self.passage(here, there, self.bytes_of(number) / (2 if self.is_rounded(e.value, e.target) else 1))
+        whole = self.bytes_of(number) / (2 if self.is_rounded(e.value, e.target) else 1)
+        yield self.passage(here, there, whole if pieces is None else min(whole, pieces))
         partial = frozenset(a for a, d in enumerate(source) if d != WHOLE and d in e.reduced)
         if partial:
             kept = math.prod(n for a, n in enumerate(self.sizes) if source[a] != WHOLE and a not in partial)

@@ -1,4 +1,4 @@
-"""``cost/compute.py`` for one state, in scalars: how long an operation takes on one device (see ``check.py``)."""
+"""``cost/compute.py`` for one state, in scalars: how long an operation takes on one device (see ``check.py``); what passes in pieces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxauto.cost.lanes import through_hbm
 from jaxauto.cost.launches import PASSED
 from jaxauto.cost.onchip import Near, Side, capacity
 from jaxauto.graph import multiplicity, walk
-from jaxauto.groups import WHOLE, Operand, Operation
+from jaxauto.groups import WHOLE, Edge, Operand, Operation
 from jaxauto.masks import hashes
 from jaxauto.rules.convolution import GROUPS
 from jaxauto.solve.check_ring import padding
@@ -122,3 +122,13 @@ def _beside(answer: Answer, op: Operation, side: Side, split: int) -> float:
     moved = sum(bytes_ / pieces[k] for k, bytes_ in side.bytes_)
     hidden = max(0.0, operation_flops(op) / split * bytes_per_flop(answer.model.chip) / side.lanes - own)
     return traffic_seconds(max(0.0, moved - hidden) - side.exposed * moved, answer.model.chip)
+
+
+def is_piece(answer: Answer, e: Edge) -> bool:
+    """Whether an edge is for one of several pieces of an array that is not split along what is cut."""
+    whole, piece = (answer.model.values[x] for x in (e.value, e.result))
+    if e.node < 0 or piece.producer is None or piece.producer.id != e.node or whole.shape == piece.shape:
+        return False
+    split = answer.where(answer.group[e.source], [a for a, _ in e.dims])
+    cut = {d for d, (n, m) in enumerate(zip(whole.shape, piece.shape, strict=False)) if n != m}
+    return len(piece.producer.outputs) > 1 and len(whole.shape) == len(piece.shape) and not cut & {*split}

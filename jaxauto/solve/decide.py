@@ -10,6 +10,7 @@ from jaxauto.core import Decisions, LinkKind, Node, Sharding
 from jaxauto.graph import walk
 from jaxauto.groups import Edge
 from jaxauto.solve.awaited import awaited, short
+from jaxauto.solve.facts import cut_along
 from jaxauto.solve.model import Model
 from jaxauto.solve.positions import edge_layout, made_in, reduced_factors
 from jaxauto.solve.search import Candidate
@@ -49,7 +50,7 @@ def decisions_of(candidate: Candidate) -> Decisions:
             continue
         if e.node in model.narrowing:
             made[e.result] = sharding_of_value(model, x, e.value)
-        elif _is_one_of_several(model, x, node, e):
+        elif _is_alone(model, x, e):
             made[e.result], values[e.result] = (sharding_of_value(model, x, number) for number in (e.value, e.result))
         else:
             position = np.where(np.isin(model.position(x, e.value), _summed(e)), model.position(x, e.value), there[0])
@@ -100,14 +101,11 @@ def sharding_of_value(model: Model, x: np.ndarray, number: int) -> Sharding:
     return sharding_of(model.position(x, number), len(model.values[number].shape), model.mesh)
 
 
-def _is_one_of_several(model: Model, x: np.ndarray, node: Node, e: Edge) -> bool:
-    """Whether a result is a piece of an array that others are pieces of, and can be brought alone: with the array these would be too, and
-    back (the cotangent of what a U-Net joins). Not where the array is split along what is cut."""
-    before, after = model.values[e.value].shape, model.values[e.result].shape
-    if len(node.outputs) == 1 or len(before) != len(after):
-        return False
-    cut = [d for d, (n, m) in enumerate(zip(before, after, strict=True)) if n != m]
-    return bool(cut) and not np.isin(model.position(x, e.value), cut).any()
+def _is_alone(model: Model, x: np.ndarray, e: Edge) -> bool:
+    """Whether a piece of an array is brought alone: with the array the others would be too, and back (the cotangent of what a U-Net joins).
+    Not where the array is split along what is cut."""
+    cut = cut_along(model.groups, e)
+    return bool(cut) and not np.isin(model.state(x, "group", e.source), cut).any()
 
 
 def _summed(e: Edge) -> list[int]:

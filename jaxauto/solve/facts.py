@@ -13,7 +13,7 @@ from jaxauto.cost.halo import halos
 from jaxauto.cost.layout import Major
 from jaxauto.cost.windowed import is_view
 from jaxauto.graph import HOST, given, multiplicity, walk
-from jaxauto.groups import WHOLE, Groups, Operand, Operation
+from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
 from jaxauto.rewrite.away import fetched
 from jaxauto.rewrite.narrow import multiplies_rounded
 from jaxauto.rewrite.program import Rewritten
@@ -24,6 +24,16 @@ def narrowing(groups: Groups) -> frozenset[int]:
     """Nodes that convert to a narrower type."""
     values, converts = groups.graph.values, (n for n in walk(groups.graph) if n.prim == "convert_element_type")
     return frozenset(n.id for n in converts if isinstance(n.inputs[0], int) and _narrower(values, n.outputs[0], n.inputs[0]))
+
+
+def cut_along(groups: Groups, e: Edge) -> tuple[int, ...]:
+    """Dimensions of an edge's source along which its result is one of several pieces of its array; none: it is no such piece."""
+    before, after = groups.graph.values[e.value].shape, groups.graph.values[e.result]
+    node = after.producer
+    if e.result == e.value or node is None or node.id != e.node or len(node.outputs) == 1 or len(before) != len(after.shape):
+        return ()
+    cut = (d for d, (n, m) in enumerate(zip(before, after.shape, strict=True)) if n != m)
+    return tuple(e.dims[d][0] for d in cut)
 
 
 def read_rounded(groups: Groups, platform: str) -> tuple[frozenset[int], frozenset[int]]:

@@ -19,7 +19,8 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,7 +36,7 @@ from jaxauto.cost.windowed import made_inside, windowed
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
 from jaxauto.solve.beside import held_beside
 from jaxauto.solve.brought import Arrivals
-from jaxauto.solve.facts import major_dims, narrowing, read_rounded, read_together, with_borders
+from jaxauto.solve.facts import cut_along, major_dims, narrowing, read_rounded, read_together, with_borders
 from jaxauto.solve.fold import Key
 from jaxauto.solve.loops import accumulated, combined, hidden_seconds, shadows
 from jaxauto.solve.onchip import place_on_chip
@@ -55,6 +56,20 @@ class Program:
     alike: Mapping[Key, Key]
     known_early: frozenset[int]  # values that do not depend on the batch: weights and what is made of them alone
     late_only: frozenset[int]  # values that nothing heavy reads any more: gradients, updates, metrics
+
+
+class Passage(NamedTuple):
+    """What is brought from one group to another in one pass.
+
+    Attributes:
+      edge: the first of those that it is for. often: in a step.
+      pieces: bytes where pieces of the array are brought, as it is not split along ``cut``, dimensions of the source; none: the array is.
+    """
+
+    edge: Edge
+    often: float
+    pieces: float = 0.0
+    cut: tuple[int, ...] = ()
 
 
 class Model:
@@ -265,25 +280,30 @@ class Model:
 
     def _edges(self) -> None:
         count: dict[tuple, float] = defaultdict(float)
-        for e, often in self.passages():
-            a, b = self.var("group", e.source), self.var("group", e.target)
-            resource = self.edge_resource(e)
-            bytes_, together = (self.edge_bytes(e), self.passage_bytes(e.result)), self.combined.get(e.result, 1)
-            key = (a, b, e.dims, e.reduced, *bytes_, together, resource, self.shadow(e.node))
-            count[key] += often
+        for passage in self.passages():
+            e, a, b = passage.edge, self.var("group", passage.edge.source), self.var("group", passage.edge.target)
+            resource, together = self.edge_resource(e), self.combined.get(e.result, 1)
+            key = (a, b, e.dims, e.reduced, self.edge_bytes(e), self.passage_bytes(e.result), together, *passage[2:])
+            count[*key, resource, self.shadow(e.node)] += passage.often
         for (a, b, *of, resource, shadow), times in count.items():
             table = self.cached(("edge", a, b, *of), lambda a=a, b=b, of=of: self.edge_table(self.states[a], self.states[b], *of))
             self._add_passage(resource, a, b, times, table, shadow)
 
-    def passages(self) -> list[tuple[Edge, float]]:
+    def passages(self) -> list[Passage]:
         """Edges, and how often what they bring is brought in a step: for all that read it there in one pass at once."""
-        found: dict[Any, tuple[Edge, float]] = {}
-        for e in self.groups.edges:
+        found: dict[Any, list[Edge]] = defaultdict(list)
+        for k, e in enumerate(self.groups.edges):
             alone = e.reduced or e.node < 0 or e.node in self.narrowing
-            key = e if alone else (e.value, e.source, e.target, e.dims, e.times, e.backward)
-            first, often = found.get(key, (e, 0.0))
-            found[key] = first, max(often, e.times + self.variant.extra.get(e.node, 0))
-        return list(found.values())
+            found[k if alone else (e.value, e.source, e.target, e.dims, e.times, e.backward)].append(e)
+        return [self._together(edges) for edges in found.values()]
+
+    def _together(self, edges: list[Edge]) -> Passage:
+        often = max(e.times + self.variant.extra.get(e.node, 0) for e in edges)
+        cuts = [cut_along(self.groups, e) for e in edges]
+        if not all(cuts):
+            return Passage(edges[0], often)
+        pieces = sum(map(self.passage_bytes, {e.result for e in edges}))
+        return Passage(edges[0], often, min(pieces, self.edge_bytes(edges[0])), tuple(sorted({*chain.from_iterable(cuts)})))
 
     def shadow(self, node: int) -> float:
         """Seconds of work that a collective of a node can hide behind, if it can hide at all."""
@@ -296,9 +316,14 @@ class Model:
             if table.any():
                 self.problem.add_pair(kind, a, b, times * table)
 
-    def edge_table(self, source, target, dims, reduced, bytes_: float, result_bytes: float, together: int) -> np.ndarray:
+    def edge_table(
+        self, source, target, dims, reduced, bytes_: float, result_bytes: float, together: int, pieces: float, cut: tuple[int, ...]
+    ) -> np.ndarray:
         here, there, partial, sizes = edge_layout(source, target, dims, reduced, self.mesh.sizes)
         table = passage_tables(here, there, bytes_, self.mesh)
+        if cut:
+            alone = ~np.isin(source, cut).any(-1)
+            table[:, alone] = passage_tables(here[alone], there, pieces, self.mesh)
         if partial.any():
             local = result_bytes / sizes
             unsplit = np.full_like(here, WHOLE)
@@ -400,9 +425,9 @@ class Model:
     def collectives(self, x: np.ndarray) -> list[tuple[str, float, tuple[int, ...], float, float, str, int]]:
         """(kind, bytes, axis indices, times, seconds of one, resource, node id) of every passage under ``x``."""
         found = []
-        for e, often in self.passages():
-            source, target = self.state(x, "group", e.source)[None], self.state(x, "group", e.target)[None]
-            found += self._edge_collectives(e, often, source, target)
+        for passage in self.passages():
+            ends = (self.state(x, "group", group)[None] for group in (passage.edge.source, passage.edge.target))
+            found += self._edge_collectives(passage, *ends)
         for op in self.groups.operations:
             strategy, again = self.state(x, "operation", op.node.id), self.again(op.node.id)
             for o in op.operands:
@@ -429,12 +454,13 @@ class Model:
         key = ("passage", here.tobytes(), there.tobytes(), bytes_, b"" if partial is None else partial.tobytes(), *how.items())
         return self.cached(key, lambda: passage_collectives(here, there, bytes_, self.mesh, partial, **how))
 
-    def _edge_collectives(self, e: Edge, often: float, source: np.ndarray, target: np.ndarray) -> list:
+    def _edge_collectives(self, passage: Passage, source: np.ndarray, target: np.ndarray) -> list:
+        e, alone = passage.edge, passage.cut and not np.isin(source, passage.cut).any()
         here, there, partial, sizes = edge_layout(source, target, e.dims, e.reduced, self.mesh.sizes)
         resource = self.edge_resource(e)
-        steps = self._passage(here[0], there[0], self.edge_bytes(e))
+        steps = self._passage(here[0], there[0], passage.pieces if alone else self.edge_bytes(e))
         if partial.any():
             unsplit = np.full_like(here[0], WHOLE)
             local = self.passage_bytes(e.result) / float(sizes[0])
             steps = steps + self._passage(unsplit, unsplit, local, partial[0], together=self.combined.get(e.result, 1))
-        return [(k, n, axes, often, s, resource, e.node) for k, n, axes, s in steps]
+        return [(k, n, axes, passage.often, s, resource, e.node) for k, n, axes, s in steps]

@@ -13,6 +13,7 @@ from zoo import STEPS
 import jaxauto
 from jaxauto.core import Kind
 from jaxauto.rewrite.order import in_order
+from jaxauto.solve.check import check
 from jaxauto.solve.decide import decisions_of
 
 ROWS, WIDTH = 64, 256
@@ -167,4 +168,24 @@ def test_a_piece_that_is_brought_elsewhere_leaves_the_others_where_they_are():
     assert (split.outputs[0], 0) not in decisions.operands
     assert decisions.made[split.outputs[0]] == batch and decisions.values[split.outputs[0]] == rows
     (exchange,) = (c for c in plan.verify().collectives if c.name.startswith("all-to-all"))
-    assert exchange.compiled_count == 1 and exchange.compiled == 4 * args[0].size
+    assert exchange.compiled_count == 1 and exchange.compiled == 4 * args[0].size == exchange.estimated
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("along", [False, True])
+def test_pieces_are_told_as_they_are_brought(along, both):
+    """Both pieces go: all of the array, in two exchanges. One: half of it, if the array is not split along what is cut; then all of it."""
+
+    def step(v, w, x):
+        a, b = jnp.split(jnp.tanh(x), 2, axis=-1)
+        return (w + a, v + b) if both else (w + a, jnp.sum(v) + jnp.sum(b**2))
+
+    half = jax.ShapeDtypeStruct((64, 256, 64), jnp.float32)
+    args = half, half, jax.ShapeDtypeStruct((64, 256, 128), jnp.float32)
+    pins = {"0": P(None, "data"), "1": P(None, "data"), "2": P(None, None, "data") if along else P("data")}
+    best = jaxauto.plan(step, *args, target="cpu:8", mesh={"data": 8}, constraints=pins, remat="off", certify=False, progress=False)
+    best = best.program.solved.best
+    assert check(best, best.peak_bytes, {}) == []
+    assert [p.pieces for p in best.model.passages() if p.cut] == [4 * half.size] * 2
+    sent = [bytes_ for kind, bytes_, *_ in best.model.collectives(best.x) if kind == "all-to-all"]
+    assert sum(sent) == 4 * half.size * (2 if both or along else 1)
