@@ -131,4 +131,5 @@ def is_piece(answer: Answer, e: Edge) -> bool:
         return False
     split = answer.where(answer.group[e.source], [a for a, _ in e.dims])
     cut = {d for d, (n, m) in enumerate(zip(whole.shape, piece.shape, strict=False)) if n != m}
-    return len(piece.producer.outputs) > 1 and len(whole.shape) == len(piece.shape) and not cut & {*split}
+    several = len(piece.producer.outputs) > 1 and len(whole.shape) == len(piece.shape)
+    return several and not cut & {*split} and all(e.dims[d][0] != WHOLE for d in cut)

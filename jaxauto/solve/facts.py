@@ -32,8 +32,8 @@ def cut_along(groups: Groups, e: Edge) -> tuple[int, ...]:
     node = after.producer
     if e.result == e.value or node is None or node.id != e.node or len(node.outputs) == 1 or len(before) != len(after.shape):
         return ()
-    cut = (d for d, (n, m) in enumerate(zip(before, after.shape, strict=True)) if n != m)
-    return tuple(e.dims[d][0] for d in cut)
+    cut = tuple(a for (a, _), n, m in zip(e.dims, before, after.shape, strict=True) if n != m)
+    return cut if WHOLE not in cut else ()
 
 
 def read_rounded(groups: Groups, platform: str) -> tuple[frozenset[int], frozenset[int]]:
