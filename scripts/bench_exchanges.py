@@ -37,7 +37,7 @@ from jaxauto.verify import schedule_on  # noqa: E402
 
 SHAPE = (128, 256, 256, 64)
 MIB = 2**20
-TWO, THREE = {"a": 4, "b": 2}, {"a": 2, "b": 2, "c": 2}
+TWO, OTHER, THREE = {"a": 4, "b": 2}, {"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 2}
 PASSAGES: list[tuple[dict[str, int], Sharding, Sharding]] = [
     (TWO, ((), ("a",), ("b",), ()), (("a", "b"), (), (), ())),
     (TWO, (("a", "b"), (), (), ()), ((), ("a",), ("b",), ())),
@@ -45,6 +45,14 @@ PASSAGES: list[tuple[dict[str, int], Sharding, Sharding]] = [
     (TWO, (("a",), ("b",), (), ()), ((), ("a",), ("b",), ())),
     (TWO, (("a", "b"), (), (), ()), ((), ("b",), (), ())),
     (THREE, ((), ("a",), ("b",), ("c",)), (("a", "b", "c"), (), (), ())),
+    # one axis goes where another cuts, into fewer pieces and into more; or comes on the major side of it
+    (TWO, (("a",), (), (), ()), (("b",), ("a",), (), ())),
+    (OTHER, (("a",), (), (), ()), (("b",), ("a",), (), ())),
+    (TWO, (("b",), (), (), ()), (("a",), ("b",), (), ())),
+    (TWO, (("a",), (), (), ()), (("b",), (), (), ())),
+    (OTHER, (("a",), (), (), ()), (("b",), (), (), ())),
+    (TWO, ((), ("a",), (), ()), (("a", "b"), (), (), ())),
+    (TWO, ((), ("b",), (), ()), (("a", "b"), (), (), ())),
 ]
 SUMMED = (16384, 16384, 1024)  # what is summed away, and the array
 SUMS: list[tuple[dict[str, int], tuple[str, ...], Sharding, Sharding]] = [  # mesh, axes summed over, where made, where it goes

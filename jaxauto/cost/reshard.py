@@ -10,7 +10,10 @@ partial → whole        all-reduce                             local bytes
 whole → dimension      each device cuts its piece             free
 dimension → other      all-to-all                             local bytes × axis size
 axis comes or goes     collective-permute                     local bytes × axes' size
- before one that stays
+ before one that stays,
+ or that is cut there
+axis goes where        collective-permute                     new local bytes × axes' size
+ another cuts
 dimension → whole      all-gather                             local bytes × axis size
 =====================  =====================================  =========================
 
@@ -157,11 +160,17 @@ def _steps(source, target, bytes_, mesh, partial) -> Iterator[tuple[str, str, np
     local = local / np.where(scatter | cut, sizes, 1.0).prod(-1)
     for axes, chosen in _by_axes(reduce_):
         yield "all-reduce", "all-reduce", local[chosen], axes, chosen
-    for together in _exchanges(left & ~whole_t & (s != t), s, t):
+    out, into = _swapped(left & (s != t), whole_s & ~whole_t & ~p & ~inside, s, t)
+    alone, exchanged, gathered = _parts(out, into, sizes)
+    for together in _exchanges(left & ~whole_t & (s != t) & ~alone, s, t):
         for axes, chosen in _by_axes(together):
-            yield "all-to-all", "all-to-all", local[chosen] * np.prod(sizes[list(axes)]), axes, chosen
-    for axes, chosen in _by_axes(_reordered(s, t, p) & ~inside):
-        yield "collective-permute", "collective-permute", local[chosen] * np.prod(sizes[list(axes)]), axes, chosen
+            some = np.where(out[chosen][:, axes].any(-1), exchanged[chosen], 1.0)
+            yield "all-to-all", "all-to-all", some * local[chosen] * np.prod(sizes[list(axes)]), axes, chosen
+    local = local * np.where(gather & alone, sizes, 1.0).prod(-1)
+    gather = gather & ~alone
+    grown = np.where(gather & out, sizes, 1.0).prod(-1)
+    for axes, chosen in _by_axes((_reordered(s, t, p) & ~inside) | out | into):
+        yield "collective-permute", "collective-permute", (local * grown)[chosen] * np.prod(sizes[list(axes)]), axes, chosen
     if mesh.sums_whole:
         for axes, chosen in _by_axes(gather):
             if _is_whole(axes, mesh):
@@ -170,7 +179,8 @@ def _steps(source, target, bytes_, mesh, partial) -> Iterator[tuple[str, str, np
     for dim in range(int(source.max(initial=WHOLE)) + 1):  # one all-gather joins pieces along one dimension
         for axes, chosen in _by_axes(gather & (s == dim)):
             full = local[chosen] * np.prod(sizes[list(axes)])
-            yield "all-gather", _written("all-gather", axes, mesh), full, axes, chosen
+            some = np.where(out[chosen][:, axes].any(-1), gathered[chosen], 1.0)
+            yield "all-gather", _written("all-gather", axes, mesh), some * full, axes, chosen
             local[chosen] = full
 
 
@@ -220,13 +230,39 @@ def _cut_once(p: np.ndarray, s: np.ndarray, t: np.ndarray, sizes: np.ndarray) ->
     return ((more != 1).sum(0) == 1) & (more == np.where(p, sizes, 1.0).prod(-1)).any(0)
 
 
+def _swapped(leaves: np.ndarray, cuts: np.ndarray, s: np.ndarray, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Axes that leave a dimension which others cut, that nothing was split along before; and these: ``bool [a, b, axes]`` each.
+
+    A device's new piece is not a piece of its old one: each sends the whole of another's.
+    """
+    out, into = np.zeros(leaves.shape, bool), np.zeros(leaves.shape, bool)
+    for a, b in itertools.permutations(range(leaves.shape[-1]), 2):
+        hit = leaves[..., a] & cuts[..., b] & (s[..., a] == t[..., b])
+        out[..., a] |= hit
+        into[..., b] |= hit
+    return out, into
+
+
+def _parts(out: np.ndarray, into: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of axes that go ``out`` as others come ``into`` their dimension: those that do nothing else, ``bool [a, b, axes]``; and what part is
+    left of an exchange along the others, and of a gather, ``[a, b]``.
+
+    Cut into as many pieces as before, or more, each new piece is of one old piece. Into fewer, so many old pieces are joined before.
+    """
+    gone, come = (np.where(which, sizes, 1.0).prod(-1) for which in (out, into))
+    joined = np.maximum(gone / come, 1.0)
+    return out & (gone <= come)[..., None], joined / gone, (joined - 1) / np.maximum(gone - 1, 1.0)
+
+
 def _reordered(s: np.ndarray, t: np.ndarray, p: np.ndarray) -> np.ndarray:
     """Axes between which pieces of one dimension change places: ``bool [a, b, axes]``."""
     turned = np.zeros(np.broadcast_shapes(s.shape, t.shape), bool)
     moved, stays = s != t, (s == t) & (s != WHOLE)
+    exchanged, cut = moved & (s != WHOLE) & (t != WHOLE), (s == WHOLE) & (t != WHOLE) & ~p
     for major, minor in itertools.combinations(range(turned.shape[-1]), 2):
         shared = (s[..., major] == s[..., minor]) | (t[..., major] == t[..., minor])
         hit = moved[..., major] & stays[..., minor] & shared & ~p[..., major]
+        hit |= exchanged[..., major] & cut[..., minor] & (t[..., major] == t[..., minor])
         turned[..., major] |= hit
         turned[..., minor] |= hit
     return turned

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import numpy as np
 
@@ -390,23 +390,30 @@ class Answer:
         summed = [a for a in summed if there[a] == WHOLE]
         if summed:
             yield "all-reduce", local, summed
-        exchanged = [a for a in axes if WHOLE not in (here[a], there[a]) and here[a] != there[a]]
+        swaps = [(a, b) for a in axes for b in cut if here[a] not in (WHOLE, there[a]) and here[a] == there[b]]
+        old, new = ({pair[k] for pair in swaps} for k in (0, 1))
+        joined = self.count(old) / self.count(new)  # old pieces in a new one
+        exchanged = [a for a in axes if WHOLE not in (here[a], there[a]) and here[a] != there[a] and (a not in old or joined > 1)]
         for pair in sorted({(here[a], there[a]) for a in exchanged}):
             together = [a for a in exchanged if (here[a], there[a]) == pair]
-            yield "all-to-all", local * self.count(together), together
-        turned = sorted({a for pair in self.turned(here, there) if pair[0] not in partial for a in pair})
+            yield "all-to-all", local * self.count(together) / (self.count(new) if old & {*together} else 1), together
+        turned = sorted({a for pair in self.turned(here, there) if not {*pair} & partial for a in pair} | old | new)
+        grown = self.count(a for a in old if there[a] == WHOLE)
         if turned:
-            yield "collective-permute", local * self.count(turned), turned
-        yield from self.gathers(here, there, local)
+            yield "collective-permute", local * grown * self.count(turned), turned
+        yield from self.gathers(here, there, local, old, joined) if joined > 1 or not old else self.gathers(here, there, local * grown, old)
 
-    def gathers(self, here: Where, there: Where, local: float) -> Iterator[tuple[str, float, list[int]]]:
-        """Of the axes that leave."""
-        gathers = [a for a in range(len(self.sizes)) if here[a] != WHOLE and there[a] == WHOLE]
+    def gathers(
+        self, here: Where, there: Where, local: float, old: Set[int] = frozenset(), joined: float = 0.0
+    ) -> Iterator[tuple[str, float, list[int]]]:
+        """Of the axes that leave. ``old``: where others cut: they go on their own, or so many pieces of theirs are ``joined``."""
+        leave = [a for a in range(len(self.sizes)) if here[a] != WHOLE and there[a] == WHOLE]
+        gathers = [a for a in leave if a not in old or joined]
         together = self.model.mesh.sums_whole and self.over_all(gathers)
         for gathered in [gathers] if together else [[a for a in gathers if here[a] == d] for d in range(max(here) + 1)]:
             if gathered:
                 local *= self.count(gathered)
-                yield "all-gather", local, gathered
+                yield "all-gather", local * ((joined - 1) / (self.count(old) - 1) if old & {*gathered} else 1), gathered
 
     def under(self, scattered: Sequence[int], here: Where, there: Where) -> list[int]:
         """Axes on the minor side of one that joins their dimension as a sum is scattered over it."""
@@ -421,10 +428,12 @@ class Answer:
         return self.count(a for a, d in enumerate(where) if d == dim)
 
     def turned(self, here: Where, there: Where) -> Iterator[tuple[int, int]]:
-        """(axis that comes or goes, minor axis that stays) on one dimension: its pieces change places."""
+        """(axis that comes or goes, minor axis that stays, or is cut where it comes) on one dimension: its pieces change places."""
         for minor in range(len(self.sizes)):
             for major in range(minor):
                 stays = here[minor] == there[minor] != WHOLE
+                if here[minor] == WHOLE != there[minor] == there[major] and here[major] not in (WHOLE, there[major]):
+                    yield major, minor
                 if stays and here[major] != there[major] and here[minor] in (here[major], there[major]):
                     yield major, minor
 

@@ -43,6 +43,24 @@ PASSAGES = [
     ("leaves on the major side", (0, 0), (W, 0), None, [("collective-permute", 800.0, (0, 1)), ("all-gather", 400.0, (0,))]),
     ("leaves on the minor side", (0, 0), (0, W), None, [("all-gather", 200.0, (1,))]),
     ("cuts one axis before gathering the other", (0, W), (W, 1), None, [("all-gather", 400.0, (0,))]),
+    ("moves where another cuts, into as many", (W, 0), (0, 1), None, [("collective-permute", 800.0, (0, 1))]),
+    ("into fewer", (0, W), (1, 0), None, [("all-to-all", 200.0, (0,)), ("collective-permute", 800.0, (0, 1))]),
+    ("goes where another cuts, into as many", (W, 0), (0, W), None, [("collective-permute", 1600.0, (0, 1))]),
+    (
+        "into fewer, of joined pieces",
+        (0, W),
+        (W, 0),
+        None,
+        [("collective-permute", 3200.0, (0, 1)), ("all-gather", pytest.approx(400 / 3), (0,))],
+    ),
+    (
+        "comes on the major side of one that is cut",
+        (1, W),
+        (0, 0),
+        None,
+        [("all-to-all", 400.0, (0,)), ("collective-permute", 800.0, (0, 1))],
+    ),
+    ("comes on the minor side of one that is cut", (W, 1), (0, 0), None, [("all-to-all", 200.0, (1,))]),
 ]
 
 
