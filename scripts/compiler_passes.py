@@ -20,21 +20,32 @@ from jaxauto import aot  # noqa: E402
 from jaxauto.verify import compile_ahead  # noqa: E402
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("row", help="group | model | sharding | setting | chip")
-    parser.add_argument("folder", type=Path)
-    options = parser.parse_args()
-    plan = bench_accuracy.plan_of(*(part.strip() for part in options.row.split("|")))
-    told = {"xla_dump_to": str(options.folder.resolve()), "xla_dump_hlo_as_text": "True", "xla_dump_hlo_pass_re": ".*"}
+def dump(plan: Any, folder: Path, passes: str) -> None:
+    """Compiles a plan; the compiler writes what it knows to ``folder``, and the program after each pass that ``passes`` matches.
+
+    Raises:
+      aot.CompilerFailure: the compiler refused.
+    """
+    told = {"xla_dump_to": str(folder.resolve()), "xla_dump_hlo_as_text": "True", "xla_dump_hlo_pass_re": passes}
     compile_module = aot.compile_module
 
     def dumping(module: str, target: Any, mesh: Any, timeout: float, memory: Any, known: Any) -> aot.Compiled:
         return compile_module(module, target, mesh, timeout, memory, {**known, **told})
 
     aot.compile_module = dumping
-    compile_ahead(plan, 900)
-    aot.close_workers()
+    try:
+        compile_ahead(plan, 900)
+    finally:
+        aot.compile_module = compile_module
+        aot.close_workers()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("row", help="group | model | sharding | setting | chip")
+    parser.add_argument("folder", type=Path)
+    options = parser.parse_args()
+    dump(bench_accuracy.plan_of(*(part.strip() for part in options.row.split("|"))), options.folder, ".*")
     print(f"{len(list(options.folder.glob('*.txt')))} files in {options.folder}")
 
 
