@@ -21,6 +21,8 @@ in this order, so that what makes the array smaller comes first. Axes that need 
 from one dimension to one other (``rewrite/passage.py`` sees to it), all-gathers those of one dimension, but for gathers over all devices
 where the compiler writes those as one all-reduce (``MeshAxes.sums_whole``). Axes on one dimension are in mesh order, major first: where an
 axis joins or leaves on the major side of one that stays, the pieces are in another order than the mesh's, and change places.
+Where one goes and another cuts the dimension, no new piece is of a device's old one: all are sent, once old pieces are joined that make
+one (``scripts/results/exchanges.md``).
 
 A reduce-scatter is an all-reduce of which each device keeps its piece (on TPU, ``scripts/results/sums.md``) where it goes to several
 dimensions and over all devices of some topologies (``MeshAxes.scatters_whole``).

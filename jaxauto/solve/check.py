@@ -401,7 +401,8 @@ class Answer:
         grown = self.count(a for a in old if there[a] == WHOLE)
         if turned:
             yield "collective-permute", local * grown * self.count(turned), turned
-        yield from self.gathers(here, there, local, old, joined) if joined > 1 or not old else self.gathers(here, there, local * grown, old)
+        sent = joined <= 1  # what goes where others cut is there
+        yield from self.gathers(here, there, local * (grown if sent else 1), old, 0.0 if sent else joined)
 
     def gathers(
         self, here: Where, there: Where, local: float, old: Set[int] = frozenset(), joined: float = 0.0

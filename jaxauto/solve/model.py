@@ -291,19 +291,24 @@ class Model:
 
     def passages(self) -> list[Passage]:
         """Edges, and how often what they bring is brought in a step: for all that read it there in one pass at once."""
+        again = self.variant.extra
+        together = self.cached(("together",), self._together)
+        return [Passage(edges[0], max(e.times + again.get(e.node, 0) for e in edges), *pieces) for edges, *pieces in together]
+
+    def _together(self) -> list[tuple[list[Edge], float, tuple[int, ...]]]:
+        """Edges of one passage, and of pieces the bytes and along what they are cut (``Passage``)."""
         found: dict[Any, list[Edge]] = defaultdict(list)
         for k, e in enumerate(self.groups.edges):
             alone = e.reduced or e.node < 0 or e.node in self.narrowing
             found[k if alone else (e.value, e.source, e.target, e.dims, e.times, e.backward)].append(e)
-        return [self._together(edges) for edges in found.values()]
+        return [(edges, *self._pieces(edges)) for edges in found.values()]
 
-    def _together(self, edges: list[Edge]) -> Passage:
-        often = max(e.times + self.variant.extra.get(e.node, 0) for e in edges)
+    def _pieces(self, edges: list[Edge]) -> tuple[float, tuple[int, ...]]:
         cuts = [cut_along(self.groups, e) for e in edges]
         if not all(cuts):
-            return Passage(edges[0], often)
-        pieces = sum(map(self.passage_bytes, {e.result for e in edges}))
-        return Passage(edges[0], often, min(pieces, self.edge_bytes(edges[0])), tuple(sorted({*chain.from_iterable(cuts)})))
+            return 0.0, ()
+        bytes_ = sum(map(self.passage_bytes, {e.result for e in edges}))
+        return min(bytes_, self.edge_bytes(edges[0])), tuple(sorted({*chain.from_iterable(cuts)}))
 
     def shadow(self, node: int) -> float:
         """Seconds of work that a collective of a node can hide behind, if it can hide at all."""
