@@ -93,7 +93,7 @@ class _Constraints(Pins):
         origin = self.origin.get(number, number)
         stacked = number in self.stacked
         made, kept = self.decisions.made.get(origin), self.decisions.values.get(origin)
-        if stacked and kept is not None:  # of what has been brought there in the loop
+        if kept is not None and (stacked or self._is_passed(number)):  # it has been brought there already
             made = None
         if not stacked and made in (None, kept) and self._is_implied(number, kept) and not self._leaves(number, kept):
             made = kept = None
@@ -103,6 +103,11 @@ class _Constraints(Pins):
         array = array if kept is None else self.pinned(array, kept, stacked=stacked)
         array = lax.optimization_barrier(array) if number in self.drawn else array
         return compat.in_row_major(array) if number in self.row_major else array
+
+    def _is_passed(self, number: int) -> bool:
+        """Whether it is called as what another operation made, and has only come through a barrier."""
+        node = self.values[number].producer
+        return node is not None and node.prim == "optimization_barrier"
 
     def _is_implied(self, number: int, sharding: Sharding | None) -> bool:
         """Whether a dot of the backward pass has its result split over all devices by its operands alone. Of the forward pass they are

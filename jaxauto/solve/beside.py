@@ -25,6 +25,7 @@ from jaxauto.solve.padded import held_padded
 from jaxauto.solve.pooled import held_pooled
 from jaxauto.solve.positions import edge_layout, moved_share, reduced_factors
 from jaxauto.solve.put_off import held_for_gradients
+from jaxauto.solve.read_twice import held_for_both
 from jaxauto.solve.turns import Row, beside_loops, beside_results, cut_results, in_order, update_begins, updating
 from jaxauto.solve.widened import held_widened
 from jaxauto.strategies import WHOLE, project, shards
@@ -359,6 +360,7 @@ _ROWS = (
     beside_results,
     cut_results,
     held_for_gradients,
+    held_for_both,
     held_widened,
     held_padded,
     held_pooled,

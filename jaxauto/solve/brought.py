@@ -56,7 +56,7 @@ class Arrivals:
 
     def __init__(self, model: Model):
         self.model = model
-        reads, where, written = model.cached(("reads",), lambda: _reads(model)), model.buffers.position, _Written(model)
+        reads, where, written = reads_of(model), model.buffers.position, _Written(model)
         index: dict[Way, int] = {}
         rows = [
             (index.setdefault(read.way, len(index)), where[node.id], read.whole, written.at_most(node.inputs[read.place]))
@@ -107,8 +107,12 @@ def _shares(model: Model, way: Way) -> tuple[np.ndarray, np.ndarray]:
     return moves * share(here)[:, None], moves * share(there)[None]
 
 
-def _reads(model: Model) -> dict[int, list[Reads]]:
+def reads_of(model: Model) -> dict[int, list[Reads]]:
     """Of each operation, by its node as written."""
+    return model.cached(("reads",), lambda: _reads(model))
+
+
+def _reads(model: Model) -> dict[int, list[Reads]]:
     found = {}
     for op in model.groups.operations:
         found[op.node.id] = reads = []

@@ -26,11 +26,12 @@ from jaxauto.solve.check_beside import brought, held_beside
 from jaxauto.solve.check_ring import padding, ring
 from jaxauto.solve.check_turns import copies
 from jaxauto.solve.check_work import hashed, is_piece, launched, roofline
-from jaxauto.solve.facts import crossings, major_dims, read_together
+from jaxauto.solve.facts import crossings, major_dims
 from jaxauto.solve.loops import accumulated, combined, shadows
 from jaxauto.solve.model import Model
 from jaxauto.solve.onchip import place_on_chip
 from jaxauto.solve.problem import RESOURCES
+from jaxauto.solve.read_twice import read_together
 from jaxauto.solve.search import Candidate
 from jaxauto.solve.turns import updating
 from jaxauto.strategies import WHOLE, states

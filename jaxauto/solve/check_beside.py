@@ -19,6 +19,7 @@ from jaxauto.solve.check_turns import copies_of_results, is_turned, made_whole
 from jaxauto.solve.padded import may_be_padded
 from jaxauto.solve.pooled import pooled
 from jaxauto.solve.put_off import put_off
+from jaxauto.solve.read_twice import held_between
 from jaxauto.solve.stacked import readings
 from jaxauto.solve.turns import update_begins
 from jaxauto.solve.widened import widened
@@ -39,6 +40,7 @@ def held_beside(answer: Answer) -> Iterator[tuple[int, int, float]]:
     yield from _passed(answer)
     yield from _stacks(answer)
     yield from _put_off(answer)
+    yield from _between(answer)
     yield from _widened(answer)
     yield from _padded(answer)
     yield from ((at, at, bytes_ / answer.pieces(answer.operation[op.node.id])) for op, _, at, bytes_ in pooled(answer.model))
@@ -182,6 +184,15 @@ def _put_off(answer: Answer) -> Iterator[tuple[int, int, float]]:
         group, dims = model.groups.place[number]
         where, minor = answer.where(answer.group[group], dims), answer.minor(group, dims)
         yield begin, end, bytes_ / answer.pieces(where) * padding(model.values[number].shape, where, minor, answer.sizes, model.chip.tile)
+
+
+def _between(answer: Answer) -> Iterator[tuple[int, int, float]]:
+    """Weights gathered for a recomputed operation, until the backward pass has read them too."""
+    for op, place, begin, end in held_between(answer.model):
+        for o in op.operands:
+            here, there = answer.holder(o), answer.operand(op, o)
+            if o.value == op.node.inputs[place] and any(h not in (t, WHOLE) for h, t in zip(here, there, strict=True)):
+                yield begin, end, _padded_bytes(answer, op, o, there)
 
 
 def _widened(answer: Answer) -> Iterator[tuple[int, int, float]]:

@@ -13,6 +13,7 @@ from jaxauto.solve.awaited import awaited, short
 from jaxauto.solve.facts import cut_along
 from jaxauto.solve.model import Model
 from jaxauto.solve.positions import edge_layout, made_in, reduced_factors
+from jaxauto.solve.read_twice import gathered_before
 from jaxauto.solve.search import Candidate
 from jaxauto.strategies import WHOLE, project, sharding_of
 
@@ -23,6 +24,7 @@ def decisions_of(candidate: Candidate) -> Decisions:
     values: dict[int, Sharding] = {}
     operands: dict[tuple[int, int], Sharding] = {}
     late: list[tuple[Node, int]] = []
+    ahead = gathered_before(model.variant, model.program.known_early)
     made = dict(_made_elsewhere(model, x))
     for number in (*_anchors(model, x), *_passing(model)):
         values[number] = sharding_of_value(model, x, number)
@@ -37,7 +39,8 @@ def decisions_of(candidate: Candidate) -> Decisions:
                 continue
             position = model.operand_position(x, op, operand)
             operands[op.node.outputs[0], k] = sharding_of(position, len(operand.dims), model.mesh)
-            if op.node.backward and model.groups.times[op.node.id] == 1 and _gathers(model.position(x, number), position):
+            once = op.node.backward and model.groups.times[op.node.id] == 1 and (op.node.id, number) not in ahead
+            if once and _gathers(model.position(x, number), position):
                 late.append((op.node, k))
     for e in model.groups.edges:
         node = nodes.get(e.node)

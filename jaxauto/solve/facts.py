@@ -153,27 +153,5 @@ def viewed(groups: Groups, rewritten: Rewritten, number: Any, held: Container[in
     return number
 
 
-def read_together(variant: Variant, weights: Set[int]) -> dict[tuple[int, int], int]:
-    """(node, value) of what recomputed operations read and operations of the backward pass read too: it is gathered once for both;
-    and how often in a step.
-
-    Of ``weights`` (what depends on no batch) alone: of activations the two mostly want different parts. Both are taken to want a weight
-    in the same sharding. In straight code a barrier parts them, see ``recompute.py``; in loops nothing does.
-    """
-    rewritten = variant.rewritten
-    runs, times = variant.operations, multiplicity(rewritten.graph)
-    backward = {node.id for op, node in runs if op.node.backward}
-    found: dict[tuple[int, int], int] = {}
-    for op, node in runs:
-        if op.node.id == node.id or op.node.backward:
-            continue
-        for k, x in enumerate(node.inputs):
-            read = op.node.inputs[k]
-            users = rewritten.graph.values[x].users if isinstance(x, int) and isinstance(read, int) and read in weights else ()
-            if any(user.id in backward for user in users):
-                found[op.node.id, read] = found.get((op.node.id, read), 0) + times[node.id]  # type: ignore[index]
-    return found
-
-
 def _narrower(values: Mapping[int, Value], result: int, operand: int) -> bool:
     return values[result].nbytes < values[operand].nbytes

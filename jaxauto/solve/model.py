@@ -36,12 +36,13 @@ from jaxauto.cost.windowed import made_inside, windowed
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
 from jaxauto.solve.beside import held_beside
 from jaxauto.solve.brought import Arrivals
-from jaxauto.solve.facts import cut_along, major_dims, narrowing, read_rounded, read_together, with_borders
+from jaxauto.solve.facts import cut_along, major_dims, narrowing, read_rounded, with_borders
 from jaxauto.solve.fold import Key
 from jaxauto.solve.loops import accumulated, combined, hidden_seconds, shadows
 from jaxauto.solve.onchip import place_on_chip
 from jaxauto.solve.positions import edge_layout, reduced_factors, unsummed
 from jaxauto.solve.problem import MemoryRow, Problem
+from jaxauto.solve.read_twice import read_together
 from jaxauto.solve.remat import Variant
 from jaxauto.solve.turns import add_turns, updating
 from jaxauto.solve.work import add_hashes, add_launches, add_operations, add_traffic

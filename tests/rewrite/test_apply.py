@@ -45,6 +45,21 @@ def test_what_is_kept_is_not_resharded_as_the_operand_of_what_made_it():
     assert passed and all(eqn.params["sharding"].spec == jax.sharding.PartitionSpec("data", "model") for eqn in passed)
 
 
+def test_what_comes_through_a_barrier_is_not_brought_back_to_where_it_was_made():
+    """It is called as what another operation made, and has been brought to where it is kept."""
+    shape = jax.ShapeDtypeStruct
+    args = [(shape((64, 256), jnp.float32), shape((256, 64), jnp.float32))] * 3, shape((32, 64), jnp.float32)
+    graph = build(trace(step, args).jaxpr)
+    made = {n.outputs[0] for n in walk(graph) if n.prim == "dot_general" and not n.backward and graph.values[n.outputs[0]].shape[1] == 256}
+    kept = tuple(frozenset(made & {*b.made}) for b in find_blocks(graph))
+    decisions = Decisions(dict.fromkeys(made, (("data",), ())), {}, kept, made=dict.fromkeys(made, ((), ("data",))))
+    equations = jax.make_jaxpr(apply(graph, decisions, abstract_mesh((8,), ("data",)), "tpu"))(*jax.tree.leaves(args)).eqns
+    barriers = {out for eqn in equations if eqn.primitive.name == "optimization_barrier" for out in eqn.outvars}
+    pins = [(eqn.invars[0] in barriers, eqn.params["sharding"].spec) for eqn in equations if eqn.primitive.name == "sharding_constraint"]
+    assert sum(spec == P(None, "data") for _, spec in pins) == len(made)
+    assert {spec for passed, spec in pins if passed} == {P("data")}
+
+
 def test_on_cpu_what_is_made_again_waits_for_all_gradients_before_it():
     """As compiled for eight devices: the head's gradient is summed before a block is made again, or the logits' cotangent lies there."""
 

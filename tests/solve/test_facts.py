@@ -1,4 +1,4 @@
-"""What the tables ask of a program: what is gathered once for two readers, and how often a buffer is made."""
+"""What the tables ask of a program: how often a buffer is made."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxauto.planner import read
-from jaxauto.solve.facts import buffer_runs, read_together
+from jaxauto.solve.facts import buffer_runs
 from jaxauto.solve.remat import Level, Remat
 from jaxauto.targets.target import Target
 
@@ -38,20 +38,6 @@ def planned(request):
 def everything_again(remat):
     """The leanest variant."""
     return remat.variant(Level(tuple(frozenset() for _ in remat.blocks)))
-
-
-def test_recomputed_and_backward_matmuls_read_one_gathered_weight(planned):
-    remat, weights = planned
-    variant, values = everything_again(remat), remat.graph.values
-    pairs = read_together(variant, weights)
-    again = {op.node.id for op in remat.groups.operations if variant.extra.get(op.node.id)}
-    assert again and {node for node, _ in pairs} == again
-    assert {values[x].shape for _, x in pairs} == {(WIDTH, WIDTH)}
-
-
-def test_nothing_is_read_together_where_nothing_is_recomputed(planned):
-    remat, weights = planned
-    assert read_together(remat.variant(remat.levels()[0]), weights) == {}
 
 
 def test_a_stack_is_made_once_for_all_trips(planned):

@@ -1,0 +1,81 @@
+"""Weights that a recomputed operation and the backward pass read: they are gathered once for both, and lie in memory from one to the other.
+
+In straight code a barrier parts a recomputation from the forward pass, see ``rewrite/recompute.py``; in loops nothing has to. Only of what
+depends on no batch: of activations the two mostly want different parts. Both are taken to want a weight in the same sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from typing import TYPE_CHECKING, NamedTuple
+
+from jaxauto.core import Node
+from jaxauto.graph import multiplicity
+from jaxauto.groups import Operation
+from jaxauto.solve.brought import reads_of, shares_on_the_way
+from jaxauto.solve.remat import Variant
+from jaxauto.solve.turns import Row, in_order
+
+if TYPE_CHECKING:
+    from jaxauto.solve.model import Model
+
+
+class ReadTwice(NamedTuple):
+    """``operation`` runs again as ``node`` and reads ``value`` (as written), as ``users``, by their ids in the rewritten program, do."""
+
+    operation: Operation
+    node: Node
+    value: int
+    users: tuple[int, ...]
+
+
+def read_twice(variant: Variant, weights: Set[int]) -> Iterator[ReadTwice]:
+    """All of a program; ``weights``: values as written."""
+    values = variant.rewritten.graph.values
+    backward = {node.id for op, node in variant.operations if op.node.backward}
+    for op, node in variant.operations:
+        if op.node.id == node.id or op.node.backward:
+            continue
+        for x, read in zip(node.inputs, op.node.inputs, strict=False):
+            if isinstance(x, int) and isinstance(read, int) and read in weights:
+                users = tuple(user.id for user in values[x].users if user.id in backward)
+                yield from [ReadTwice(op, node, read, users)] if users else []
+
+
+def read_together(variant: Variant, weights: Set[int]) -> dict[tuple[int, int], int]:
+    """(node, value), as written, of what recomputed operations read → how often in a step the backward pass reads it with them."""
+    times = multiplicity(variant.rewritten.graph)
+    found: dict[tuple[int, int], int] = {}
+    for read in read_twice(variant, weights):
+        key = read.operation.node.id, read.value
+        found[key] = found.get(key, 0) + times[read.node.id]
+    return found
+
+
+def gathered_before(variant: Variant, weights: Set[int]) -> set[tuple[int, int]]:
+    """(node, value), as written, of what operations of the backward pass read after a recomputed one: it need not be gathered for them."""
+    written = {node.id: op.node.id for op, node in variant.operations}
+    return {(written[user], read.value) for read in read_twice(variant, weights) for user in read.users}
+
+
+def held_between(model: Model) -> list[tuple[Operation, int, int, int]]:
+    """(recomputed operation, which of its operands, positions between it and the last that reads the same), each array once for it."""
+    return model.cached(("held between", model.variant), lambda: list(_between(model)))
+
+
+def _between(model: Model) -> Iterator[tuple[Operation, int, int, int]]:
+    position = model.buffers.position
+    for op, node, value, users in read_twice(model.variant, model.program.known_early):
+        begin, end = position.get(node.id, -1) + 1, max(position.get(user, 0) for user in users) - 1
+        if 0 < begin <= end:
+            yield op, op.node.inputs.index(value), begin, end
+
+
+def held_for_both(model: Model) -> Iterator[Row]:
+    """(first position, last, two variables in their order, bytes by their states): what arrives at either end is told there."""
+    reads = reads_of(model)
+    for op, place, begin, end in held_between(model):
+        for read in (r for r in reads[op.node.id] if r.place == place):
+            key = "held for both", read.way, read.whole
+            table = model.cached(key, lambda read=read: read.whole * shares_on_the_way(model, read.way)[1])
+            yield from in_order(begin, end, read.way.group, read.way.operation, table)
