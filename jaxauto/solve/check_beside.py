@@ -10,7 +10,7 @@ from jaxauto.core import LinkKind, Node
 from jaxauto.cost.kernels import TILE, pads
 from jaxauto.cost.onchip import capacity, of_sums
 from jaxauto.cost.widened import WIDE
-from jaxauto.cost.windowed import is_view
+from jaxauto.cost.windowed import SMALL, is_view
 from jaxauto.graph import walk
 from jaxauto.groups import Operand, Operation
 from jaxauto.solve.beside import FILLED, bordered, cut_as_read, made_early, passed_edges, shared_operands
@@ -192,7 +192,8 @@ def _between(answer: Answer) -> Iterator[tuple[int, int, float]]:
         for o in op.operands:
             here, there = answer.holder(o), answer.operand(op, o)
             if o.value == op.node.inputs[place] and any(h not in (t, WHOLE) for h, t in zip(here, there, strict=True)):
-                yield begin, end, _padded_bytes(answer, op, o, there)
+                size = _padded_bytes(answer, op, o, there)
+                yield begin, end, size * (size >= SMALL * answer.model.chip.vmem_bytes)
 
 
 def _widened(answer: Answer) -> Iterator[tuple[int, int, float]]:

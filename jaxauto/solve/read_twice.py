@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from jaxauto.core import Node
+from jaxauto.cost.windowed import SMALL
 from jaxauto.graph import multiplicity
 from jaxauto.groups import Operation
 from jaxauto.solve.brought import reads_of, shares_on_the_way
@@ -72,10 +75,17 @@ def _between(model: Model) -> Iterator[tuple[Operation, int, int, int]]:
 
 
 def held_for_both(model: Model) -> Iterator[Row]:
-    """(first position, last, two variables in their order, bytes by their states): what arrives at either end is told there."""
-    reads = reads_of(model)
+    """(first position, last, two variables in their order, bytes by their states): what arrives at either end is told there.
+
+    What is small stays on chip meanwhile (as compiled for v5e: weights of 8 MiB of GPT-2, not 32 MiB).
+    """
+    reads, least = reads_of(model), SMALL * model.chip.vmem_bytes
     for op, place, begin, end in held_between(model):
         for read in (r for r in reads[op.node.id] if r.place == place):
             key = "held for both", read.way, read.whole
-            table = model.cached(key, lambda read=read: read.whole * shares_on_the_way(model, read.way)[1])
+            table = model.cached(key, lambda read=read: _at_least(least, read.whole * shares_on_the_way(model, read.way)[1]))
             yield from in_order(begin, end, read.way.group, read.way.operation, table)
+
+
+def _at_least(bytes_: float, table: np.ndarray) -> np.ndarray:
+    return np.where(table >= bytes_, table, 0.0)
