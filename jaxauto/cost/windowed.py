@@ -64,7 +64,7 @@ def windowed(
 
     Returns:
       ``bool [a, b]``, the seconds of one run and bytes of HBM, ``float [a, b]``; for each operand
-      the bytes that have to be in memory for it, the same.
+      the bytes that have to be in memory for it, the same: all of one of ``inside``, of others its transposed copy.
     """
     shape = len(state), len(target)
     hidden, extra, beside, whole = np.zeros(shape, bool), np.zeros(shape), np.zeros(shape), [np.zeros(shape) for _ in op.operands]
@@ -99,7 +99,10 @@ def windowed(
             one = _loop(cut, np.where(turned < 0, cut, turned), turned >= 0, sizes, added, flops, sent, count, chip)
             loop = np.where(batch, _loop_of_batch(sizes[cut], sizes[1 - cut], added, flops, sent, count, chip), one)
             copy, anyway = (np.choose(np.maximum(turned, 0), of) * ((turned >= 0) & ~batch) for of in (sizes, once))
-            held = written - anyway + copy * (copy > SMALL * chip.vmem_bytes)  # what is turned is made so, unless another dot reads it
+            far = copy * (copy > SMALL * chip.vmem_bytes)
+            held = written - anyway + far  # what is turned is made so, unless another dot reads it
+            for k in {0, 1} - {*several}:
+                whole[k][rows] += pairs * np.broadcast_to(far * (turned == k), len(state))[rows][:, None]
         longer = np.maximum(loop - apart, 0.0) + traffic_seconds(WRITTEN * written, chip)
         hidden[rows] |= pairs
         beside[rows] += pairs * np.broadcast_to(held, len(state))[rows][:, None]

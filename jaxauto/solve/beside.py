@@ -5,10 +5,9 @@ Not what operands are resharded into: see ``brought.py``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,11 +15,10 @@ from jaxauto.core import Graph, Kind, Node
 from jaxauto.cost.compute import factor_dims, operand_bytes
 from jaxauto.cost.halo import halos
 from jaxauto.cost.turning import turned
-from jaxauto.cost.windowed import is_view
 from jaxauto.graph import walk
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.brought import Way, shares_on_the_way, tiled
-from jaxauto.solve.facts import viewed
+from jaxauto.solve.facts import source_of, viewed
 from jaxauto.solve.padded import held_padded
 from jaxauto.solve.pooled import held_pooled
 from jaxauto.solve.positions import edge_layout, moved_share, reduced_factors
@@ -137,30 +135,58 @@ def _made_early(model: Model) -> Iterator[Row]:
 
 
 def made_early(model: Model) -> list[tuple[Operation, int, int, int]]:
-    """(dot, which of its operands it makes as it reads, positions from where that is made up to the dot): of a value its last dot.
+    """(dot, which of its operands, positions from where that or a transposed copy of it is made up to the dot): of a value its last dot.
 
     Of the backward pass, what the forward pass makes, and what is made again: that is ahead of the gradients that the einsum waits for.
-    What else is made in the same pass is there briefly, and mostly on chip.
+    What else is made in the same pass is there briefly, and mostly on chip. A copy is made as the backward pass, or what is made again of
+    it, begins; it takes the place of what nothing else reads from there on.
     """
-    return model.cached(("made early", model.variant), lambda: _made_for_dots(model)) if model.mesh.windows else []
+    return model.cached(("made early", model.variant), lambda: [*_made_for_dots(model).values()]) if model.mesh.windows else []
 
 
-def _made_for_dots(model: Model) -> list[tuple[Operation, int, int, int]]:
+def _made_for_dots(model: Model) -> dict[int, tuple[Operation, int, int, int]]:
     rewritten, position = model.variant.rewritten, model.buffers.position
     graph = rewritten.graph
     nodes = {node.id: node for node in walk(graph)}
+    turns = min((position[n.id] for n in graph.nodes if n.backward and n.id in position), default=0)
     last: dict[int, tuple[Operation, int, int, int]] = {}
     for op in model.groups.operations:
-        for k, _ in model.inside(op) if op.node.id in position and op.node.backward else ():
-            number = viewed(model.groups, rewritten, nodes[op.node.id].inputs[k])
-            node = graph.values[number].producer if isinstance(number, int) else None
-            written = model.values[rewritten.origin.get(number, number)].producer if node is not None else None
-            if node is None or written is None or written.backward:
+        if op.node.id not in position or not op.node.backward or op.rule.kind is not Kind.DOT:
+            continue
+        inside = dict(model.inside(op))
+        for k, x in enumerate(nodes[op.node.id].inputs):
+            number = viewed(model.groups, rewritten, x) if k in inside else _last_called(model, x)
+            if not isinstance(number, int) or (begin := _made_at(model, number, turns, copied=k not in inside)) is None:
                 continue
-            begin, end = position.get(node.id, math.inf), position[op.node.id] - 1
-            if begin < end and (number not in last or last[number][3] < end):
-                last[number] = op, k, position[node.id], end
-    return list(last.values())
+            end = position[op.node.id] - 1
+            others = [position.get(u.id, -1) for u in graph.values[number].users if u.id != op.node.id]
+            stays = k in inside or number in graph.inputs or any(begin <= at for at in others)
+            if begin < end and stays and (number not in last or last[number][3] < end):
+                last[number] = op, k, begin, end
+    return last
+
+
+def _made_at(model: Model, number: int, turns: int, *, copied: bool) -> int | None:
+    """Where a value is made, or copied from ``turns`` on if it is of the forward pass; None: the backward pass makes it first."""
+    rewritten, position = model.variant.rewritten, model.buffers.position
+    node, written = (
+        graph.values[n].producer for graph, n in ((rewritten.graph, number), (model.groups.graph, rewritten.origin.get(number, number)))
+    )
+    if node is None:
+        return turns if copied and number in rewritten.graph.inputs else None
+    if written is None or written.backward or node.id not in position:
+        return None
+    return max(position[node.id], turns) if copied and node.id == written.id else position[node.id]
+
+
+def _last_called(model: Model, number: Any) -> Any:
+    """What a value is a view of, as it is called since the last barrier."""
+    rewritten = model.variant.rewritten
+    while (source := source_of(model.groups, rewritten, number)) is not None:
+        if rewritten.graph.values[number].producer.prim == "optimization_barrier":
+            break
+        number = source
+    return number
 
 
 def _bordered(model: Model) -> Iterator[Row]:
@@ -310,8 +336,7 @@ def _readers(model: Model) -> dict[int, int]:
         while todo:
             if isinstance(x := todo.pop(), int) and x not in b.stored:
                 last[x] = max(last.get(x, 0), b.position[node.id])
-                maker = rewritten.graph.values[x].producer
-                todo += [maker.inputs[0]] if maker is not None and is_view(model.groups, rewritten.origin.get(x, x)) else []
+                todo.append(source_of(model.groups, rewritten, x))
     return last
 
 

@@ -31,7 +31,8 @@ from jaxauto.targets.chip import Chip
 def ring(
     model: Model, op: Operation, result: Operand, state: tuple[int, ...], partial: Collection[int], there: tuple[int, ...]
 ) -> tuple[float, float, dict[int, float]] | None:
-    """Seconds that one run of a dot takes longer, bytes that it has copied, bytes of operands (by number) that have to be in memory for it.
+    """Seconds that one run of a dot takes longer, bytes that it has copied, bytes of operands (by number) that have to be in memory for it,
+    themselves or as a copy.
 
     None: its sum is waited for.
 
@@ -99,6 +100,7 @@ def ring(
     beside = sum(moved[k] for k in written)
     if copied and moved[turned] > SMALL * chip.vmem_bytes and (turned not in written or dict(model.inside(op))[turned]):
         beside += moved[turned]
+        whole_ones.setdefault(turned, moved[turned])
     return max(longer - apart, 0.0) + first, beside, whole_ones
 
 

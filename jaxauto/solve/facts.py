@@ -145,12 +145,19 @@ def straight_gradients(groups: Groups, late_only: Set[int], *, bodies: bool = Fa
 
 
 def viewed(groups: Groups, rewritten: Rewritten, number: Any, held: Container[int] = ()) -> Any:
-    """What a value of the rewritten program is a view of, through views: the first that is ``held``, or made by something else; or a
-    literal."""
-    values = rewritten.graph.values
-    while number not in held and is_view(groups, rewritten.origin.get(number, number)) and (node := values[number].producer) is not None:
-        number = node.inputs[0]
+    """What a value of the rewritten program is a view of, through views and barriers: the first that is ``held``, or made by something
+    else; or a literal."""
+    while number not in held and (source := source_of(groups, rewritten, number)) is not None:
+        number = source
     return number
+
+
+def source_of(groups: Groups, rewritten: Rewritten, number: Any) -> Any:
+    """What a value is a view of, or what it was called before a barrier; None: neither."""
+    node = rewritten.graph.values[number].producer if isinstance(number, int) else None
+    if node is None or node.prim == "optimization_barrier":
+        return None if node is None else node.inputs[node.outputs.index(number)]
+    return node.inputs[0] if is_view(groups, rewritten.origin.get(number, number)) else None
 
 
 def _narrower(values: Mapping[int, Value], result: int, operand: int) -> bool:

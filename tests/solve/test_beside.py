@@ -309,3 +309,25 @@ def test_what_a_convolution_makes_as_it_reads_is_in_memory_where_borders_are_sen
     assert [node.prim for node in made] == ["max"] * 3 + ["convert_element_type"]  # the last: the loss's cotangent
     assert all(end > 14 for node, (*_, end) in zip(made, rows, strict=True) if node.prim == "max")  # up to the backward pass
     assert (beside(best) >= held).all()
+
+
+def test_a_transposed_copy_of_what_is_kept_is_held_from_the_backward_pass_on():
+    """As compiled for v5e: the gradient of a weight is scattered in a loop that reads what the forward pass kept, transposed; the copies
+    of all layers are made as the backward pass begins."""
+
+    def step(ws, x):
+        def loss(ws):
+            y = x
+            for w in ws:
+                y = y @ w.astype(jnp.bfloat16)
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        return jax.tree.map(lambda p, g: p - g, ws, jax.grad(loss)(ws))
+
+    args = (spec(4096, 4096),) * 4, spec(65536, 4096, dtype=jnp.bfloat16)
+    best = best_of(step, args, "v5e:2x4", {"0*": P("data"), "1": P("data")})
+    model, part = best.model, 65536 // 8 * 4096 * 2
+    copies = [(begin, end) for begin, end, size in held_early(best) if size == part]
+    turns = min(model.buffers.position[n.id] for n in model.groups.graph.nodes if n.backward and n.id in model.buffers.position)
+    assert len(copies) == 2 and {begin for begin, _ in copies} == {turns}
+    assert check(best, best.peak_bytes, {}) == []
