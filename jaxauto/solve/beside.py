@@ -148,7 +148,7 @@ def _made_for_dots(model: Model) -> dict[int, tuple[Operation, int, int, int]]:
     rewritten, position = model.variant.rewritten, model.buffers.position
     graph = rewritten.graph
     nodes = {node.id: node for node in walk(graph)}
-    turns = min((position[n.id] for n in graph.nodes if n.backward and n.id in position), default=0)
+    turns, held = min((position[n.id] for n in graph.nodes if n.backward and n.id in position), default=0), {*model.buffers.ids.tolist()}
     last: dict[int, tuple[Operation, int, int, int]] = {}
     for op in model.groups.operations:
         if op.node.id not in position or not op.node.backward or op.rule.kind is not Kind.DOT:
@@ -159,8 +159,12 @@ def _made_for_dots(model: Model) -> dict[int, tuple[Operation, int, int, int]]:
             if not isinstance(number, int) or (begin := _made_at(model, number, turns, copied=k not in inside)) is None:
                 continue
             end = position[op.node.id] - 1
-            others = [position.get(u.id, -1) for u in graph.values[number].users if u.id != op.node.id]
-            stays = k in inside or number in graph.inputs or any(begin <= at for at in others)
+            others = (u for u in graph.values[number].users if u.id != op.node.id)
+            stays = (
+                k in inside
+                or number in graph.inputs
+                or any(begin <= position.get(u.id, 0) or not held.issuperset(u.outputs) for u in others)
+            )
             if begin < end and stays and (number not in last or last[number][3] < end):
                 last[number] = op, k, begin, end
     return last

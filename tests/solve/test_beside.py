@@ -311,15 +311,16 @@ def test_what_a_convolution_makes_as_it_reads_is_in_memory_where_borders_are_sen
     assert (beside(best) >= held).all()
 
 
-def test_a_transposed_copy_of_what_is_kept_is_held_from_the_backward_pass_on():
-    """As compiled for v5e: the gradient of a weight is scattered in a loop that reads what the forward pass kept, transposed; the copies
-    of all layers are made as the backward pass begins."""
+@pytest.mark.parametrize("read_again", [True, False])
+def test_a_transposed_copy_is_held_from_the_backward_pass_on_beside_what_else_reads_the_array(read_again):
+    """As compiled for v5e: the gradient of a weight is scattered in a loop that reads what the forward pass kept, transposed. The copies of
+    all layers are made as the backward pass begins, and take the place of what nothing else reads; the input of the step stays."""
 
     def step(ws, x):
         def loss(ws):
             y = x
             for w in ws:
-                y = y @ w.astype(jnp.bfloat16)
+                y = (y @ w.astype(jnp.bfloat16)) * (jnp.sin(y) if read_again else 1)
             return jnp.mean(y.astype(jnp.float32) ** 2)
 
         return jax.tree.map(lambda p, g: p - g, ws, jax.grad(loss)(ws))
@@ -327,7 +328,6 @@ def test_a_transposed_copy_of_what_is_kept_is_held_from_the_backward_pass_on():
     args = (spec(4096, 4096),) * 4, spec(65536, 4096, dtype=jnp.bfloat16)
     best = best_of(step, args, "v5e:2x4", {"0*": P("data"), "1": P("data")})
     model, part = best.model, 65536 // 8 * 4096 * 2
-    copies = [(begin, end) for begin, end, size in held_early(best) if size == part]
     turns = min(model.buffers.position[n.id] for n in model.groups.graph.nodes if n.backward and n.id in model.buffers.position)
-    assert len(copies) == 2 and {begin for begin, _ in copies} == {turns}
+    assert [size for begin, _, size in held_early(best) if begin == turns].count(part) == (4 if read_again else 1)
     assert check(best, best.peak_bytes, {}) == []
