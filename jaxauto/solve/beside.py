@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxauto.core import Graph, Kind, Node
+from jaxauto.core import OPERATIONS, Graph, Kind, Node
 from jaxauto.cost.compute import factor_dims, operand_bytes
 from jaxauto.cost.halo import halos
 from jaxauto.cost.turning import turned
@@ -148,7 +148,7 @@ def _made_for_dots(model: Model) -> dict[int, tuple[Operation, int, int, int]]:
     rewritten, position = model.variant.rewritten, model.buffers.position
     graph = rewritten.graph
     nodes = {node.id: node for node in walk(graph)}
-    turns, held = min((position[n.id] for n in graph.nodes if n.backward and n.id in position), default=0), {*model.buffers.ids.tolist()}
+    turns = min((position[n.id] for n in graph.nodes if n.backward and n.id in position), default=0)
     last: dict[int, tuple[Operation, int, int, int]] = {}
     for op in model.groups.operations:
         if op.node.id not in position or not op.node.backward or op.rule.kind is not Kind.DOT:
@@ -159,15 +159,24 @@ def _made_for_dots(model: Model) -> dict[int, tuple[Operation, int, int, int]]:
             if not isinstance(number, int) or (begin := _made_at(model, number, turns, copied=k not in inside)) is None:
                 continue
             end = position[op.node.id] - 1
-            others = (u for u in graph.values[number].users if u.id != op.node.id)
-            stays = (
-                k in inside
-                or number in graph.inputs
-                or any(begin <= position.get(u.id, 0) or not held.issuperset(u.outputs) for u in others)
-            )
+            stays = k in inside or number in graph.inputs or _is_read_from(model, number, begin, op.node.id)
             if begin < end and stays and (number not in last or last[number][3] < end):
                 last[number] = op, k, begin, end
     return last
+
+
+def _is_read_from(model: Model, number: int, begin: int, besides: int) -> bool:
+    """Whether a node reads a value at a position or later, or what has no buffer is made of it, which may be made anywhere."""
+    held, rules = model.buffers.stored, model.groups.rules
+    for node in model.variant.rewritten.graph.values[number].users:
+        made = model.variant.rewritten.origin.get(node.outputs[0], node.outputs[0]) if node.outputs else None
+        written = model.values[made].producer if made is not None else None
+        fused = (
+            written is not None and written.id in rules and rules[written.id].kind not in OPERATIONS and not held.issuperset(node.outputs)
+        )
+        if node.id != besides and (fused or model.buffers.position.get(node.id, 0) >= begin):
+            return True
+    return False
 
 
 def _made_at(model: Model, number: int, turns: int, *, copied: bool) -> int | None:
