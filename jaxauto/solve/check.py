@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from jaxauto.graph import multiplicity, walk
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.rewrite.narrow import multiplies_rounded
 from jaxauto.solve.check_beside import brought, held_beside
+from jaxauto.solve.check_passages import Passages, Where
 from jaxauto.solve.check_ring import padding, ring
 from jaxauto.solve.check_turns import copies
 from jaxauto.solve.check_work import hashed, is_piece, launched, roofline
@@ -37,10 +38,7 @@ from jaxauto.solve.turns import updating
 from jaxauto.strategies import WHOLE, states
 
 _TOLERANCE = 1e-9  # relative
-_SUMS = ("all-reduce", "reduce-scatter")
 _SHOWN = 5  # complaints of one kind
-
-Where = tuple[int, ...]  # for each mesh axis the dimension that it splits, or WHOLE
 
 
 def check(candidate: Candidate, budget_bytes: float = math.inf, allowed: Mapping[int, np.ndarray] | None = None) -> list[str]:
@@ -133,7 +131,7 @@ class Answer:
         self.shadows = shadows(model.groups, model.chip, math.prod(self.sizes))
         self.once = accumulated(model.groups)
         self.as_one = combined(model.groups, model.program.late_only) if model.mesh.windows else {}
-        self.seen: dict[tuple, tuple[float, float]] = {}  # passages that were met before
+        self.passages = Passages(model.mesh)
 
     def where(self, state: Where, dims: Sequence[int]) -> Where:
         """A group's (or an operation's) state as seen by a value: ``dims[i]`` is what its dimension i is there."""
@@ -152,7 +150,11 @@ class Answer:
 
     def pieces(self, where: Where) -> int:
         """Into how many parts an array is cut."""
-        return math.prod(n for n, d in zip(self.sizes, where, strict=True) if d != WHOLE)
+        return self.passages.pieces(where)
+
+    def count(self, axes: Iterable[int]) -> int:
+        """Devices along mesh axes."""
+        return self.passages.count(axes)
 
     def seconds(self) -> dict[str, float]:
         """Of each resource, in a step."""
@@ -163,12 +165,12 @@ class Answer:
             if op.node.id in self.model.variant.extra:
                 total["compute"] += self.model.variant.extra[op.node.id] * roofline(self, op, self.placed.again)
             for o in op.operands:
-                part = self.passage(self.holder(o), self.operand(op, o), self.read_bytes(op, o))
+                part = self.passages.seconds(self.holder(o), self.operand(op, o), self.read_bytes(op, o))
                 again = self.together.get((op.node.id, o.value), 0)
                 self.charge(total, self.resource(o.value, -1), times - again, part, op.node.id)
             for o in op.results:
                 longer = self.windowed(op, o)
-                part = self.passage(
+                part = self.passages.seconds(
                     self.operand(op, o),
                     self.holder(o),
                     self.bytes_of(o.value),
@@ -309,12 +311,12 @@ class Answer:
         here, there = self.sides(e)
         number = e.result if e.node in self.model.narrowing else e.value
         whole = self.bytes_of(number) / (2 if self.is_rounded(e.value, e.target) else 1)
-        yield self.passage(here, there, whole if pieces is None else min(whole, pieces))
+        yield self.passages.seconds(here, there, whole if pieces is None else min(whole, pieces))
         partial = frozenset(a for a, d in enumerate(source) if d != WHOLE and d in e.reduced)
         if partial:
             kept = math.prod(n for a, n in enumerate(self.sizes) if source[a] != WHOLE and a not in partial)
             nowhere = (WHOLE,) * len(self.sizes)
-            yield self.passage(nowhere, nowhere, self.bytes_of(e.result) / kept, partial, together=self.as_one.get(e.result, 1))
+            yield self.passages.seconds(nowhere, nowhere, self.bytes_of(e.result) / kept, partial, together=self.as_one.get(e.result, 1))
 
     def sides(self, e: Edge) -> tuple[Where, Where]:
         """Where an edge's array is, and where it goes; what is summed away stays."""
@@ -325,122 +327,6 @@ class Answer:
     def windowed(self, op: Operation, o: Operand) -> tuple[float, float, dict[int, float]] | None:
         """See ``ring``."""
         return ring(self.model, op, o, self.operation[op.node.id], self.partial(op, o), self.holder(o))
-
-    # ----------------------------------------------------------------------------------------------------------- passages
-
-    def passage(
-        self,
-        here: Where,
-        there: Where,
-        bytes_: float,
-        partial: frozenset[int] = frozenset(),
-        *,
-        beside: bool = False,
-        together: int = 1,
-    ) -> tuple[float, float]:
-        """Seconds of the collectives of one passage: (that may hide, that are waited for); the table in ``reshard.py``."""
-        if here == there and not partial:
-            return 0.0, 0.0
-        key = (here, there, bytes_, partial, beside, together)
-        if key not in self.seen:
-            hidden = waited = 0.0
-            for kind, amount, axes in self.collectives(here, there, bytes_, partial):
-                merged = self.merged(kind, axes, here, there)
-                waits = merged or (kind == "all-to-all" and self.model.mesh.windows is not None)
-                if self.model.mesh.windows and kind in _SUMS:
-                    waits = not beside
-                sizes, links = [self.sizes[a] for a in axes], [self.model.mesh.links[a] for a in axes]
-                if beside and self.model.mesh.windows and kind in _SUMS:
-                    amount *= (self.count(axes) + 1) / (self.count(axes) - 1)
-                written = "all-reduce" if merged and waits else kind
-                count = together if waits and written == "all-reduce" else 1
-                seconds = float(collective_seconds(written, count * amount, sizes, links)) / count
-                hidden, waited = hidden + seconds * (not waits), waited + seconds * waits
-            self.seen[key] = hidden, waited
-        return self.seen[key]
-
-    def merged(self, kind: str, axes: Sequence[int], here: Where, there: Where) -> bool:
-        """Whether the compiler writes it as an all-reduce."""
-        mesh = self.model.mesh
-        if kind == "reduce-scatter" and not self.under(axes, here, there) and mesh.windows and len({there[a] for a in axes}) > 1:
-            return True
-        whole = {"all-gather": mesh.sums_whole, "reduce-scatter": mesh.sums_whole or mesh.scatters_whole}
-        return whole.get(kind, False) and self.over_all(axes)
-
-    def over_all(self, axes: Sequence[int]) -> bool:
-        return all(n == 1 or a in axes for a, n in enumerate(self.sizes))
-
-    def collectives(self, here: Where, there: Where, bytes_: float, partial: frozenset[int]) -> Iterator[tuple[str, float, list[int]]]:
-        """(kind, bytes of the full array on the group, axes) in the order that they run."""
-        axes = range(len(self.sizes))
-        local = bytes_ / self.pieces(here)
-        scattered = [a for a in axes if a in partial and there[a] != WHOLE]
-        under = self.under(scattered, here, there)
-        summed, cut = sorted(partial), [a for a in axes if a not in partial and here[a] == WHOLE and there[a] != WHOLE]
-        if under:
-            once = self.model.mesh.scatters and self.cut_once(summed, here, there)
-            yield "reduce-scatter" if once else "all-reduce", local, summed
-            moved = sorted({*scattered, *under, *(a for a in axes if a not in partial and here[a] != there[a])})
-            yield "collective-permute", bytes_ / max(self.pieces(here), self.pieces(there)) * self.count(moved), moved
-            if self.pieces(there) < self.pieces(here):
-                yield from self.gathers(here, there, local / self.count([*scattered, *cut]))
-            return
-        if scattered:
-            yield "reduce-scatter" if self.model.mesh.scatters else "all-reduce", local, scattered
-        local /= self.count([*scattered, *cut])
-        summed = [a for a in summed if there[a] == WHOLE]
-        if summed:
-            yield "all-reduce", local, summed
-        swaps = [(a, b) for a in axes for b in cut if here[a] not in (WHOLE, there[a]) and here[a] == there[b]]
-        old, new = ({pair[k] for pair in swaps} for k in (0, 1))
-        joined = self.count(old) / self.count(new)  # old pieces in a new one
-        exchanged = [a for a in axes if WHOLE not in (here[a], there[a]) and here[a] != there[a] and (a not in old or joined > 1)]
-        for pair in sorted({(here[a], there[a]) for a in exchanged}):
-            together = [a for a in exchanged if (here[a], there[a]) == pair]
-            yield "all-to-all", local * self.count(together) / (self.count(new) if old & {*together} else 1), together
-        turned = sorted({a for pair in self.turned(here, there) if not {*pair} & partial for a in pair} | old | new)
-        grown = self.count(a for a in old if there[a] == WHOLE)
-        if turned:
-            yield "collective-permute", local * grown * self.count(turned), turned
-        sent = joined <= 1  # what goes where others cut is there
-        yield from self.gathers(here, there, local * (grown if sent else 1), old, 0.0 if sent else joined)
-
-    def gathers(
-        self, here: Where, there: Where, local: float, old: Set[int] = frozenset(), joined: float = 0.0
-    ) -> Iterator[tuple[str, float, list[int]]]:
-        """Of the axes that leave. ``old``: where others cut: they go on their own, or so many pieces of theirs are ``joined``."""
-        leave = [a for a in range(len(self.sizes)) if here[a] != WHOLE and there[a] == WHOLE]
-        gathers = [a for a in leave if a not in old or joined]
-        together = self.model.mesh.sums_whole and self.over_all(gathers)
-        for gathered in [gathers] if together else [[a for a in gathers if here[a] == d] for d in range(max(here) + 1)]:
-            if gathered:
-                local *= self.count(gathered)
-                yield "all-gather", local * ((joined - 1) / (self.count(old) - 1) if old & {*gathered} else 1), gathered
-
-    def under(self, scattered: Sequence[int], here: Where, there: Where) -> list[int]:
-        """Axes on the minor side of one that joins their dimension as a sum is scattered over it."""
-        return [b for b in range(len(here)) if any(a < b and there[a] == here[b] for a in scattered)]
-
-    def cut_once(self, summed: Sequence[int], here: Where, there: Where) -> bool:
-        """Whether the pieces of one dimension become as many more as a sum is over, and those of no other change."""
-        change = {d: self.split(there, d) / self.split(here, d) for d in {*here, *there} - {WHOLE}}
-        return [n for n in change.values() if n != 1] == [self.count(summed)]
-
-    def split(self, where: Where, dim: int) -> int:
-        return self.count(a for a, d in enumerate(where) if d == dim)
-
-    def turned(self, here: Where, there: Where) -> Iterator[tuple[int, int]]:
-        """(axis that comes or goes, minor axis that stays, or is cut where it comes) on one dimension: its pieces change places."""
-        for minor in range(len(self.sizes)):
-            for major in range(minor):
-                stays = here[minor] == there[minor] != WHOLE
-                if here[minor] == WHOLE != there[minor] == there[major] and here[major] not in (WHOLE, there[major]):
-                    yield major, minor
-                if stays and here[major] != there[major] and here[minor] in (here[major], there[major]):
-                    yield major, minor
-
-    def count(self, axes) -> int:
-        return math.prod(self.sizes[a] for a in axes)
 
     # ------------------------------------------------------------------------------------------------------------- buffers
 
