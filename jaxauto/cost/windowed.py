@@ -12,8 +12,8 @@ Convolutions, whose weights' gradients are scattered, are taken apart too (seen 
 are mostly empty. It is copied out in a pass of its own in each trip, while no convolution runs, and lies beside its operand.
 
 Seen in schedules of single dots for v5e, v5p and v6e, on meshes of one and two axes: n is 4 to 32; the sum goes to one dimension, of one
-operand alone (no batch), that is not split already; and the flops of the n devices take at least about as long as sending one's
-result over one link. All other sums are waited for.
+operand alone (no batch), that is not split already; and the flops of the n devices are ``least_flops`` for each byte of one's result: about as
+many as take as long as it takes over one link. All other sums are waited for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxauto.core import Kind, MeshAxes
 from jaxauto.cost.collectives import collective_seconds
-from jaxauto.cost.compute import factor_dims, matrix_seconds, operand_bytes, traffic_seconds
+from jaxauto.cost.compute import done_flops, factor_dims, matrix_seconds, operand_bytes, traffic_seconds
 from jaxauto.cost.patterns import makes_view
 from jaxauto.groups import Groups, Operand, Operation
 from jaxauto.strategies import project
@@ -40,6 +40,8 @@ WRITTEN = 2  # times that what is made for the loop does: as it is written, and 
 AT_ONCE = 4  # pieces that are alive
 SMALL = 0.25  # of on-chip memory: an operand that stays there for all of a loop
 ROOM = 0.7  # of on-chip memory, for operands and pieces
+FLOPS_PER_BYTE = {"v5e": 4192, "v5p": 4192, "v6e": 9824}  # k: bfloat16 dots of k - 32 are waited for, of k + 32 not; float32 of twice that
+OF_LINK = 0.96  # of the flops while one link sends a byte, on other chips (v5e, v6e)
 LANES = 128  # what XLA wants the last dimension of a piece to be a multiple of
 TURNS_CUT = ("v6e",)  # chips whose compiler transposes the operand with the scattered dimension, whatever the lanes
 
@@ -73,7 +75,7 @@ def windowed(
     count = np.where(partial, np.asarray(mesh.sizes, float), 1.0).prod(-1)
     flops = matrix_seconds(op, values, state, mesh.sizes, chip)
     *sizes, added = (operand_bytes(o, op, values, state, mesh.sizes, chip) for o in (*op.operands, result))
-    fits = (count >= FEWEST) & (count <= mesh.windows) & (count * flops >= added / chip.link_bandwidth)
+    fits = (count >= FEWEST) & (count <= mesh.windows) & (count * done_flops(op, state, mesh.sizes, chip) >= least_flops(chip) * added)
     here = project(state, factor_dims(op, result))
     apart = np.maximum(flops, traffic_seconds(sum(sizes) + added, chip))
     sent = _sent(added, partial, mesh)
@@ -110,6 +112,11 @@ def windowed(
         for k in several:
             whole[k][rows] += pairs * (needed[k] * sizes[k])[rows][:, None]
     return hidden, extra, beside, whole
+
+
+def least_flops(chip: Any) -> float:
+    """Flops of all devices for each byte of a device's result from which on XLA:TPU takes a dot apart (compiled for v5e, v5p and v6e)."""
+    return FLOPS_PER_BYTE.get(chip.name, OF_LINK * chip.peak_flops("bfloat16") / chip.link_bandwidth)
 
 
 def _sent(added: np.ndarray, partial: np.ndarray, mesh: MeshAxes) -> np.ndarray:

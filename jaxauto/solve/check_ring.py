@@ -21,6 +21,7 @@ from jaxauto.cost.windowed import (
     TURNS_CUT,
     WRITTEN,
     last_dim,
+    least_flops,
 )
 from jaxauto.groups import Operand, Operation
 from jaxauto.solve.model import Model
@@ -62,8 +63,9 @@ def ring(
     (d,) = places
     factor = result.dims[d][1] if d != WHOLE else ""
     cut = [k for k, found in enumerate(of) if factor in found]
-    flops = operation_flops(op) / pieces(names) / (chip.flops_efficiency * chip.peak_flops(model.values[op.operands[0].value].dtype))
-    if len(cut) != 1 or factor in {names[s] for s in state if s != WHOLE} or count * flops < held(result) / chip.link_bandwidth:
+    done = operation_flops(op) / pieces(names)
+    flops = done / (chip.flops_efficiency * chip.peak_flops(model.values[op.operands[0].value].dtype))
+    if len(cut) != 1 or factor in {names[s] for s in state if s != WHOLE} or count * done < least_flops(chip) * held(result):
         return None
     made = {f for _, f in result.dims if f}
     shared = made.intersection(*of)

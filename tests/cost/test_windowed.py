@@ -66,6 +66,13 @@ SEEN = [
 ]
 
 
+SEEN += [  # results/ring_limits.md
+    (f"{8 * k} contracted on {target}", target, {"a": 8}, (k, 2048, 2048), "k", (1,), k == above)
+    for target, below, above in (("v5e:2x4", 520, 528), ("v5p:2x2x2", 520, 528), ("v6e:2x4", 1224, 1232))
+    for k in (below, above)
+]
+
+
 @pytest.mark.parametrize(("target", "shape", "local", "state", "goes_to", "expected"), [s[1:] for s in SEEN], ids=[s[0] for s in SEEN])
 def test_what_is_scattered_beside_its_dot(target, shape, local, state, goes_to, expected):
     hidden, extra, _, _ = asked(target, shape, local, tuple(state), goes_to, batch=8 if 0 in goes_to else 1)
