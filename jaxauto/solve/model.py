@@ -97,7 +97,7 @@ class Model:
         self.states: list[np.ndarray] = []
         self.narrowing = self.cached(("narrowing",), lambda: narrowing(program.groups))
         self.rounded = self.cached(("rounded",), lambda: read_rounded(program.groups, chip.platform))
-        self.together = self.cached(("together", variant), lambda: read_together(variant, program.known_early))
+        self.together = self.cached(("together", variant), lambda: read_together(variant, program.known_early, chip.platform))
         self.placed = self.cached(("placed", variant), lambda: place_on_chip(variant, self.groups, self.major, chip, math.prod(mesh.sizes)))
         self.shadows = self.cached(("shadows",), lambda: shadows(program.groups, chip, math.prod(mesh.sizes)))
         self.summed_once = self.cached(("summed once",), lambda: accumulated(program.groups) if chip.platform != "cpu" else {})

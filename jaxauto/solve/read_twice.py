@@ -2,6 +2,9 @@
 
 In straight code a barrier parts a recomputation from the forward pass, see ``rewrite/recompute.py``; in loops nothing has to. Only of what
 depends on no batch: of activations the two mostly want different parts. Both are taken to want a weight in the same sharding.
+
+XLA:CPU, which puts no bound to what its schedule holds, keeps such weights of many blocks at once (812 for 611 MiB of a generated program):
+there what runs once waits for the backward pass, and is gathered for it again.
 """
 
 from __future__ import annotations
@@ -32,10 +35,10 @@ class ReadTwice(NamedTuple):
     users: tuple[int, ...]
 
 
-def read_twice(variant: Variant, weights: Set[int]) -> Iterator[ReadTwice]:
+def read_twice(variant: Variant, weights: Set[int], platform: str) -> Iterator[ReadTwice]:
     """All of a program; ``weights``: values as written."""
-    values = variant.rewritten.graph.values
-    backward = {node.id for op, node in variant.operations if op.node.backward}
+    values, times = variant.rewritten.graph.values, multiplicity(variant.rewritten.graph)
+    backward = {node.id for op, node in variant.operations if op.node.backward and (times[node.id] > 1 or platform != "cpu")}
     for op, node in variant.operations:
         if op.node.id == node.id or op.node.backward:
             continue
@@ -45,20 +48,20 @@ def read_twice(variant: Variant, weights: Set[int]) -> Iterator[ReadTwice]:
                 yield from [ReadTwice(op, node, read, users)] if users else []
 
 
-def read_together(variant: Variant, weights: Set[int]) -> dict[tuple[int, int], int]:
+def read_together(variant: Variant, weights: Set[int], platform: str) -> dict[tuple[int, int], int]:
     """(node, value), as written, of what recomputed operations read → how often in a step the backward pass reads it with them."""
     times = multiplicity(variant.rewritten.graph)
     found: dict[tuple[int, int], int] = {}
-    for read in read_twice(variant, weights):
+    for read in read_twice(variant, weights, platform):
         key = read.operation.node.id, read.value
         found[key] = found.get(key, 0) + times[read.node.id]
     return found
 
 
-def gathered_before(variant: Variant, weights: Set[int]) -> set[tuple[int, int]]:
+def gathered_before(variant: Variant, weights: Set[int], platform: str) -> set[tuple[int, int]]:
     """(node, value), as written, of what operations of the backward pass read after a recomputed one: it need not be gathered for them."""
     written = {node.id: op.node.id for op, node in variant.operations}
-    return {(written[user], read.value) for read in read_twice(variant, weights) for user in read.users}
+    return {(written[user], read.value) for read in read_twice(variant, weights, platform) for user in read.users}
 
 
 def held_between(model: Model) -> list[tuple[Operation, int, int, int]]:
@@ -68,7 +71,7 @@ def held_between(model: Model) -> list[tuple[Operation, int, int, int]]:
 
 def _between(model: Model) -> Iterator[tuple[Operation, int, int, int]]:
     position = model.buffers.position
-    for op, node, value, users in read_twice(model.variant, model.program.known_early):
+    for op, node, value, users in read_twice(model.variant, model.program.known_early, model.chip.platform):
         begin, end = position.get(node.id, -1) + 1, max(position.get(user, 0) for user in users) - 1
         if 0 < begin <= end:
             yield op, op.node.inputs.index(value), begin, end

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import jaxauto
 from jaxauto.planner import read
 from jaxauto.solve.check import check
-from jaxauto.solve.read_twice import held_for_both, read_together
+from jaxauto.solve.read_twice import gathered_before, held_for_both, read_together
 from jaxauto.solve.remat import Level, Remat
 from jaxauto.targets.target import Target
 
@@ -46,7 +46,7 @@ def everything_again(remat):
 def test_recomputed_and_backward_matmuls_read_one_gathered_weight(planned):
     remat, weights = planned
     variant, values = everything_again(remat), remat.graph.values
-    pairs = read_together(variant, weights)
+    pairs = read_together(variant, weights, remat.chip.platform)
     again = {op.node.id for op in remat.groups.operations if variant.extra.get(op.node.id)}
     assert again and {node for node, _ in pairs} == again
     assert {values[x].shape for _, x in pairs} == {(WIDTH, WIDTH)}
@@ -54,34 +54,50 @@ def test_recomputed_and_backward_matmuls_read_one_gathered_weight(planned):
 
 def test_nothing_is_read_together_where_nothing_is_recomputed(planned):
     remat, weights = planned
-    assert read_together(remat.variant(remat.levels()[0]), weights) == {}
+    assert read_together(remat.variant(remat.levels()[0]), weights, remat.chip.platform) == {}
+
+
+def straight(weights, x):
+    """The same, unrolled."""
+
+    def loss(weights):
+        y = x
+        for w in weights:
+            y = block(y, w)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+
+def planned_for(target):
+    """Three layers, weights and batch split, in little more than the least memory."""
+    matrix = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    args = [{"into": matrix, "out": matrix}] * 3, jax.ShapeDtypeStruct((4096, 256), jnp.bfloat16)
+    given = {"target": target, "mesh": {"data": 8}, "constraints": {"0.*": P("data"), "1": P("data")}, "certify": False, "progress": False}
+    with pytest.raises(jaxauto.InfeasibleError) as least:
+        jaxauto.plan(straight, *args, memory_budget=1.001, **given)
+    return jaxauto.plan(straight, *args, memory_budget=1.05 * least.value.least_bytes, **given)
 
 
 def test_what_a_recomputation_gathers_is_not_gathered_for_the_backward_pass_again():
-    """Compiled as told: three layers of two matrices, and each is gathered for both passes. Nothing is differentiated by the input: of the
-    first layer one is gathered to make its product again alone."""
-    width, layers = 256, 3
-
-    def straight(weights, x):
-        def loss(weights):
-            y = x
-            for w in weights:
-                y = block(y, w)
-            return jnp.sum(y.astype(jnp.float32) ** 2)
-
-        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
-
-    matrix = jax.ShapeDtypeStruct((width, width), jnp.float32)
-    args = [{"into": matrix, "out": matrix}] * layers, jax.ShapeDtypeStruct((4096, width), jnp.bfloat16)
-    pins = {"0.*": P("data"), "1": P("data")}
-    given = {"target": "cpu:8", "mesh": {"data": 8}, "constraints": pins, "certify": False, "progress": False}
-    with pytest.raises(jaxauto.InfeasibleError) as least:
-        jaxauto.plan(straight, *args, memory_budget=1.001, **given)
-    plan = jaxauto.plan(straight, *args, memory_budget=1.05 * least.value.least_bytes, **given)
+    plan = planned_for("h100:8")
     best = plan.program.solved.best
+    model, graph = best.model, best.model.groups.graph
     assert check(best, best.peak_bytes, {}) == []
-    assert sum(best.model.variant.extra.get(op.node.id, 0) for op in best.model.groups.operations) == layers
+    ahead = gathered_before(model.variant, model.program.known_early, "gpu")
+    late = {(node.id, node.inputs[k]) for node in graph.nodes for out, k in plan.decisions.gathered_late if out in node.outputs}
+    assert ahead and late and not ahead & late
+    held = [(begin, end) for begin, end, *_ in held_for_both(model)]
+    assert held and all(begin < end for begin, end in held)
+    assert "optimization_barrier" in plan.lower().as_text()
+
+
+def test_on_cpu_each_pass_gathers_for_itself_as_compiled():
+    """Two matrices of three layers for the forward and the backward pass, and one of each for products that are made again; but nothing is
+    differentiated by the input."""
+    plan = planned_for("cpu:8")
+    best = plan.program.solved.best
+    assert check(best, best.peak_bytes, {}) == [] and not [*held_for_both(best.model)]
+    assert sum(best.model.variant.extra.get(op.node.id, 0) for op in best.model.groups.operations) == 3
     (gathers,) = (c for c in plan.verify().collectives if c.name.startswith("all-gather"))
-    assert gathers.compiled_count == gathers.estimated_count == 2 * 2 * layers
-    held = [(begin, end, table[best.x[i], best.x[j]]) for begin, end, i, j, table in held_for_both(best.model)]
-    assert [bytes_ for *_, bytes_ in held] == [2 * width**2] * (layers - 1) and all(begin < end for begin, end, _ in held)
+    assert gathers.compiled_count == gathers.estimated_count == 2 * 2 * 3 - 1 + 3
