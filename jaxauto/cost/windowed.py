@@ -12,8 +12,8 @@ Convolutions, whose weights' gradients are scattered, are taken apart too (seen 
 are mostly empty. It is copied out in a pass of its own in each trip, while no convolution runs, and lies beside its operand.
 
 Seen in schedules of single dots for v5e, v5p and v6e, on meshes of one and two axes: n is 4 to 32; the sum goes to one dimension, of one
-operand alone (no batch), that is not split already; and the n devices do ``least_flops`` for each byte of one's result: about as many as while that
-byte is sent over one link. All other sums are waited for.
+operand alone (no batch), that is not split already; and for each byte of one's result the n devices do ``least_flops``, about as many as
+while it is sent over one link. All other sums are waited for.
 """
 
 from __future__ import annotations

@@ -151,10 +151,12 @@ def _made_for_dots(model: Model) -> dict[int, tuple[Operation, int, int, int]]:
     turns = min((position[n.id] for n in graph.nodes if n.backward and n.id in position), default=0)
     last: dict[int, tuple[Operation, int, int, int]] = {}
     for op in model.groups.operations:
-        if op.node.id not in position or not op.node.backward or op.rule.kind is not Kind.DOT:
+        if op.node.id not in position or not op.node.backward:
             continue
         inside = dict(model.inside(op))
         for k, x in enumerate(nodes[op.node.id].inputs):
+            if k not in inside and op.rule.kind is not Kind.DOT:
+                continue
             number = viewed(model.groups, rewritten, x) if k in inside else _last_called(model, x)
             if not isinstance(number, int) or (begin := _made_at(model, number, turns, copied=k not in inside)) is None:
                 continue
