@@ -11,7 +11,7 @@ import pytest
 
 import jaxauto
 from jaxauto.cost import halo, reshard
-from jaxauto.solve import check
+from jaxauto.solve import check, check_passages
 
 MODELS = list(helpers.STEPS)
 MESH_NAMES = list(helpers.MESHES)
@@ -20,7 +20,7 @@ MESH_NAMES = list(helpers.MESHES)
 @pytest.fixture
 def free_communication(monkeypatch):
     """Collectives cost next to nothing: the planner splits everything."""
-    for module in (reshard, halo, check):
+    for module in (reshard, halo, check, check_passages):
         monkeypatch.setattr(module, "collective_seconds", lambda kind, full_bytes, sizes, links: full_bytes * 1e-18)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -157,7 +157,7 @@ def _made_for_dots(model: Model) -> dict[int, tuple[Operation, int, int, int]]:
         for k, x in enumerate(nodes[op.node.id].inputs):
             if k not in inside and op.rule.kind is not Kind.DOT:
                 continue
-            number = viewed(model.groups, rewritten, x) if k in inside else _last_called(model, x)
+            number = viewed(model.groups, rewritten, x)
             if not isinstance(number, int) or (begin := _made_at(model, number, turns, copied=k not in inside)) is None:
                 continue
             end = position[op.node.id] - 1
@@ -192,16 +192,6 @@ def _made_at(model: Model, number: int, turns: int, *, copied: bool) -> int | No
     if written is None or written.backward or node.id not in position:
         return None
     return max(position[node.id], turns) if copied and node.id == written.id else position[node.id]
-
-
-def _last_called(model: Model, number: Any) -> Any:
-    """What a value is a view of, as it is called since the last barrier."""
-    rewritten = model.variant.rewritten
-    while (source := source_of(model.groups, rewritten, number)) is not None:
-        if rewritten.graph.values[number].producer.prim == "optimization_barrier":
-            break
-        number = source
-    return number
 
 
 def _bordered(model: Model) -> Iterator[Row]:
