@@ -134,7 +134,7 @@ class _Written:
         self.sliced = _sliced(self.rewritten.graph)
 
     def at_most(self, number: Any) -> float:
-        values, number = self.rewritten.graph.values, viewed(self.groups, self.rewritten, number, self.index, passed=True)
+        values, number = self.rewritten.graph.values, viewed(self.groups, self.rewritten, number, self.index)
         if number not in values:  # a literal
             return 0.0
         if number in self.index:

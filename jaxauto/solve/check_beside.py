@@ -78,15 +78,12 @@ def _padded_bytes(answer: Answer, op: Operation, o: Operand, where: tuple[int, .
 
 
 def _viewed(answer: Answer, number: int, index: Container[int]) -> int:
-    """The value with a buffer, or made by something else than a view or a barrier, that a value is a view of."""
+    """The value with a buffer, or made by something else than a view, that a value is a view of."""
     rewritten = answer.model.variant.rewritten
-    while number not in index and isinstance(number, int) and (node := rewritten.graph.values[number].producer) is not None:
-        if node.prim == "optimization_barrier":
-            number = node.inputs[node.outputs.index(number)]
-        elif is_view(answer.model.groups, rewritten.origin.get(number, number)):
-            number = node.inputs[0]
-        else:
+    while number not in index and is_view(answer.model.groups, rewritten.origin.get(number, number)):
+        if (node := rewritten.graph.values[number].producer) is None or node.prim == "optimization_barrier":
             break
+        number = node.inputs[0]
     return number
 
 

@@ -144,19 +144,19 @@ def straight_gradients(groups: Groups, late_only: Set[int], *, bodies: bool = Fa
                 yield op, o
 
 
-def viewed(groups: Groups, rewritten: Rewritten, number: Any, held: Container[int] = (), *, passed: bool = False) -> Any:
+def viewed(groups: Groups, rewritten: Rewritten, number: Any, held: Container[int] = ()) -> Any:
     """What a value of the rewritten program is a view of, through views: the first that is ``held``, made by something else, or has come
-    through a barrier (``passed``: what it was called before); or a literal."""
-    while number not in held and (source := source_of(groups, rewritten, number, passed=passed)) is not None:
+    through a barrier; or a literal."""
+    while number not in held and (source := source_of(groups, rewritten, number)) is not None:
         number = source
     return number
 
 
-def source_of(groups: Groups, rewritten: Rewritten, number: Any, *, passed: bool = False) -> Any:
-    """What a value is a view of, or with ``passed`` what it was called before a barrier; None: neither."""
+def source_of(groups: Groups, rewritten: Rewritten, number: Any) -> Any:
+    """What a value is a view of; None: of nothing, or only called otherwise since a barrier."""
     node = rewritten.graph.values[number].producer if isinstance(number, int) else None
     if node is None or node.prim == "optimization_barrier":
-        return node.inputs[node.outputs.index(number)] if node is not None and passed else None
+        return None
     return node.inputs[0] if is_view(groups, rewritten.origin.get(number, number)) else None
 
 
