@@ -15,11 +15,15 @@ from flax import nnx
 from zoo import MUTATING_STEPS, STEPS
 
 from jaxauto.graph import build, walk
+from jaxauto.planner import read
+from jaxauto.solve.remat import Level, Remat
+from jaxauto.targets.target import Target
 from jaxauto.trace import trace
 
 __all__ = [
     "MESHES",
     "MUTATING_STEPS",
+    "SCANNED",
     "SMOKE_STEPS",
     "STEPS",
     "TOLERANCES",
@@ -27,12 +31,15 @@ __all__ = [
     "assert_same_mutation",
     "assert_same_training",
     "copy_args",
+    "everything_again",
     "fingerprint",
     "graph_of",
     "next_args",
     "precise",
     "rotor",
+    "scanned_blocks",
     "tolerance_of",
+    "two_matrices",
     "words",
 ]
 
@@ -218,3 +225,33 @@ def rotor(first, last, slots):
         return math.inf if slots < 0 else 0
     kept = rotor(first + 1, last, slots - 1)
     return min([kept, *(k - first + rotor(k, last, slots - 1) + rotor(first, k - 1, slots) for k in range(first + 1, last + 1))])
+
+
+# ------------------------------------------------------------------------------------------------ what a recomputation does
+
+SCANNED = 6  # layers of ``scanned_blocks``
+
+
+def two_matrices(x, w):
+    """A layer; its first product is made again where it is recomputed."""
+    return x + jnp.tanh(x @ w["into"].astype(jnp.bfloat16)) @ w["out"].astype(jnp.bfloat16)
+
+
+def scanned_blocks(target):
+    """(``Remat``, values that depend on no batch) of a step with a scan of layers, 16 wide."""
+
+    def step(weights, x):
+        def loss(w):
+            y, _ = jax.lax.scan(lambda y, w: (two_matrices(y, w), None), x, w)
+            return jnp.sum(y.astype(jnp.float32) ** 2)
+
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    matrix = jax.ShapeDtypeStruct((SCANNED, 16, 16), jnp.float32)
+    found = read(step, ({"into": matrix, "out": matrix}, jax.ShapeDtypeStruct((8, 16), jnp.bfloat16)), {})
+    return Remat(found.graph, found.groups, found.aliased, Target(target).chip), found.known_early
+
+
+def everything_again(remat):
+    """The leanest variant."""
+    return remat.variant(Level(tuple(frozenset() for _ in remat.blocks)))

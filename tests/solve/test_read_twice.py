@@ -5,65 +5,37 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import everything_again, scanned_blocks, two_matrices
 from jax.sharding import PartitionSpec as P
 
 import jaxauto
-from jaxauto.planner import read
 from jaxauto.solve.check import check
 from jaxauto.solve.read_twice import gathered_before, held_for_both, read_together
-from jaxauto.solve.remat import Level, Remat
-from jaxauto.targets.target import Target
-
-LAYERS, WIDTH, ROWS = 6, 16, 8
 
 
-def block(x, w):
-    return x + jnp.tanh(x @ w["into"].astype(jnp.bfloat16)) @ w["out"].astype(jnp.bfloat16)
-
-
-def step(weights, x):
-    """Two matrices in each scanned layer; the first is multiplied again where the block is recomputed."""
-
-    def loss(w):
-        y, _ = jax.lax.scan(lambda y, w: (block(y, w), None), x, w)
-        return jnp.sum(y.astype(jnp.float32) ** 2)
-
-    return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
-
-
-@pytest.fixture(scope="module", params=["v5e:2x4", "h100:8"])
-def planned(request):
-    matrix = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)
-    found = read(step, ({"into": matrix, "out": matrix}, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)), {})
-    return Remat(found.graph, found.groups, found.aliased, Target(request.param).chip), found.known_early
-
-
-def everything_again(remat):
-    """The leanest variant."""
-    return remat.variant(Level(tuple(frozenset() for _ in remat.blocks)))
-
-
-def test_recomputed_and_backward_matmuls_read_one_gathered_weight(planned):
-    remat, weights = planned
+@pytest.mark.parametrize("target", ["v5e:2x4", "h100:8"])
+def test_recomputed_and_backward_matmuls_read_one_gathered_weight(target):
+    remat, weights = scanned_blocks(target)
     variant, values = everything_again(remat), remat.graph.values
     pairs = read_together(variant, weights, remat.chip.platform)
     again = {op.node.id for op in remat.groups.operations if variant.extra.get(op.node.id)}
     assert again and {node for node, _ in pairs} == again
-    assert {values[x].shape for _, x in pairs} == {(WIDTH, WIDTH)}
+    assert {values[x].shape for _, x in pairs} == {(16, 16)}
 
 
-def test_nothing_is_read_together_where_nothing_is_recomputed(planned):
-    remat, weights = planned
+@pytest.mark.parametrize("target", ["v5e:2x4", "h100:8"])
+def test_nothing_is_read_together_where_nothing_is_recomputed(target):
+    remat, weights = scanned_blocks(target)
     assert read_together(remat.variant(remat.levels()[0]), weights, remat.chip.platform) == {}
 
 
 def straight(weights, x):
-    """The same, unrolled."""
+    """Layers of ``helpers.two_matrices``."""
 
     def loss(weights):
         y = x
         for w in weights:
-            y = block(y, w)
+            y = two_matrices(y, w)
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
     return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
