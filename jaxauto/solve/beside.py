@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxauto.core import OPERATIONS, Graph, Kind, Node
+from jaxauto.core import Graph, Kind, Node
 from jaxauto.cost.compute import factor_dims, operand_bytes
 from jaxauto.cost.halo import halos
 from jaxauto.cost.turning import turned
 from jaxauto.graph import walk
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.solve.brought import Way, shares_on_the_way, tiled
+from jaxauto.solve.early import held_early
 from jaxauto.solve.facts import source_of, viewed
 from jaxauto.solve.padded import held_padded
 from jaxauto.solve.pooled import held_pooled
@@ -124,74 +125,6 @@ def _beyond(model: Model, op: Operation, o: Operand) -> np.ndarray:
     partial = np.isin(state, reduced_factors(op, o)).any(-1)
     cut = ((here[:, None] == there[None]) | (here[:, None] == WHOLE)).all(-1) & ~partial[:, None]
     return model.values[o.value].nbytes * cut * (1 / shards(here, sizes)[:, None] - 1 / shards(there, sizes)[None])
-
-
-def _made_early(model: Model) -> Iterator[Row]:
-    """What is in memory for a windowed einsum alone, from where it is made up to the einsum."""
-    for op, k, begin, end in made_early(model):
-        for o in op.results:
-            v, g = model.var("operation", op.node.id), model.var("group", o.group)
-            yield from in_order(begin, end, v, g, model.result_tables(op, o)[3][k])
-
-
-def made_early(model: Model) -> list[tuple[Operation, int, int, int]]:
-    """(dot, which of its operands, positions from where that or a transposed copy of it is made up to the dot): of a value its last dot.
-
-    Of the backward pass, what the forward pass makes, and what is made again: that is ahead of the gradients that the einsum waits for.
-    What else is made in the same pass is there briefly, and mostly on chip. A copy is made as the backward pass, or what is made again of
-    it, begins; it takes the place of what nothing else reads from there on.
-    """
-    return model.cached(("made early", model.variant), lambda: [*_made_for_dots(model).values()]) if model.mesh.windows else []
-
-
-def _made_for_dots(model: Model) -> dict[int, tuple[Operation, int, int, int]]:
-    rewritten, position = model.variant.rewritten, model.buffers.position
-    graph = rewritten.graph
-    nodes = {node.id: node for node in walk(graph)}
-    turns = min((position[n.id] for n in graph.nodes if n.backward and n.id in position), default=0)
-    last: dict[int, tuple[Operation, int, int, int]] = {}
-    for op in model.groups.operations:
-        if op.node.id not in position or not op.node.backward:
-            continue
-        inside = dict(model.inside(op))
-        for k, x in enumerate(nodes[op.node.id].inputs):
-            if k not in inside and op.rule.kind is not Kind.DOT:
-                continue
-            number = viewed(model.groups, rewritten, x)
-            if not isinstance(number, int) or (begin := _made_at(model, number, turns, copied=k not in inside)) is None:
-                continue
-            end = position[op.node.id] - 1
-            stays = k in inside or number in graph.inputs or _is_read_from(model, number, begin, op.node.id)
-            if begin < end and stays and (number not in last or last[number][3] < end):
-                last[number] = op, k, begin, end
-    return last
-
-
-def _is_read_from(model: Model, number: int, begin: int, besides: int) -> bool:
-    """Whether a node reads a value at a position or later, or what has no buffer is made of it, which may be made anywhere."""
-    held, rules = model.buffers.stored, model.groups.rules
-    for node in model.variant.rewritten.graph.values[number].users:
-        made = model.variant.rewritten.origin.get(node.outputs[0], node.outputs[0]) if node.outputs else None
-        written = model.values[made].producer if made is not None else None
-        fused = (
-            written is not None and written.id in rules and rules[written.id].kind not in OPERATIONS and not held.issuperset(node.outputs)
-        )
-        if node.id != besides and (fused or model.buffers.position.get(node.id, 0) >= begin):
-            return True
-    return False
-
-
-def _made_at(model: Model, number: int, turns: int, *, copied: bool) -> int | None:
-    """Where a value is made, or copied from ``turns`` on if it is of the forward pass; None: the backward pass makes it first."""
-    rewritten, position = model.variant.rewritten, model.buffers.position
-    node, written = (
-        graph.values[n].producer for graph, n in ((rewritten.graph, number), (model.groups.graph, rewritten.origin.get(number, number)))
-    )
-    if node is None:
-        return turns if copied and number in rewritten.graph.inputs else None
-    if written is None or written.backward or node.id not in position:
-        return None
-    return max(position[node.id], turns) if copied and node.id == written.id else position[node.id]
 
 
 def _bordered(model: Model) -> Iterator[Row]:
@@ -382,7 +315,7 @@ def filled_at(model: Model, node: Node, at: int) -> int:
 _ROWS = (
     _of_results,
     _cut_as_read,
-    _made_early,
+    held_early,
     _bordered,
     _shared,
     _passed,

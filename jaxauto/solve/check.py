@@ -126,7 +126,7 @@ class Answer:
         chosen = {v: tuple(map(int, model.states[v][s])) for v, s in enumerate(x)}
         self.group: dict[int, Where] = {g: chosen[model.variable["group", g]] for g in model.groups.groups}
         self.operation: dict[int, Where] = {op.node.id: chosen[model.variable["operation", op.node.id]] for op in model.groups.operations}
-        self.together = read_together(model.variant, model.program.known_early, model.chip.platform)
+        self.together = read_together(model.read_twice)
         self.placed = place_on_chip(model.variant, model.groups, self.major, model.chip, math.prod(self.sizes))
         self.shadows = shadows(model.groups, model.chip, math.prod(self.sizes))
         self.once = accumulated(model.groups)

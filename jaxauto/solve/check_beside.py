@@ -13,9 +13,10 @@ from jaxauto.cost.widened import WIDE
 from jaxauto.cost.windowed import SMALL, is_view
 from jaxauto.graph import walk
 from jaxauto.groups import Operand, Operation
-from jaxauto.solve.beside import FILLED, bordered, cut_as_read, made_early, passed_edges, shared_operands
+from jaxauto.solve.beside import FILLED, bordered, cut_as_read, passed_edges, shared_operands
 from jaxauto.solve.check_ring import padding
 from jaxauto.solve.check_turns import copies_of_results, is_turned, made_whole
+from jaxauto.solve.early import made_early
 from jaxauto.solve.padded import may_be_padded
 from jaxauto.solve.pooled import pooled
 from jaxauto.solve.put_off import put_off

@@ -24,7 +24,7 @@ def decisions_of(candidate: Candidate) -> Decisions:
     values: dict[int, Sharding] = {}
     operands: dict[tuple[int, int], Sharding] = {}
     late: list[tuple[Node, int]] = []
-    ahead = gathered_before(model.variant, model.program.known_early, model.chip.platform)
+    ahead = gathered_before(model.read_twice)
     made = dict(_made_elsewhere(model, x))
     for number in (*_anchors(model, x), *_passing(model)):
         values[number] = sharding_of_value(model, x, number)

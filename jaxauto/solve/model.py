@@ -42,7 +42,7 @@ from jaxauto.solve.loops import accumulated, combined, hidden_seconds, shadows
 from jaxauto.solve.onchip import place_on_chip
 from jaxauto.solve.positions import edge_layout, reduced_factors, unsummed
 from jaxauto.solve.problem import MemoryRow, Problem
-from jaxauto.solve.read_twice import read_together
+from jaxauto.solve.read_twice import read_together, read_twice
 from jaxauto.solve.remat import Variant
 from jaxauto.solve.turns import add_turns, updating
 from jaxauto.solve.work import add_hashes, add_launches, add_operations, add_traffic
@@ -97,7 +97,8 @@ class Model:
         self.states: list[np.ndarray] = []
         self.narrowing = self.cached(("narrowing",), lambda: narrowing(program.groups))
         self.rounded = self.cached(("rounded",), lambda: read_rounded(program.groups, chip.platform))
-        self.together = self.cached(("together", variant), lambda: read_together(variant, program.known_early, chip.platform))
+        self.read_twice = self.cached(("read twice", variant), lambda: read_twice(variant, program.known_early, chip.platform))
+        self.together = read_together(self.read_twice)
         self.placed = self.cached(("placed", variant), lambda: place_on_chip(variant, self.groups, self.major, chip, math.prod(mesh.sizes)))
         self.shadows = self.cached(("shadows",), lambda: shadows(program.groups, chip, math.prod(mesh.sizes)))
         self.summed_once = self.cached(("summed once",), lambda: accumulated(program.groups) if chip.platform != "cpu" else {})

@@ -9,7 +9,7 @@ there what runs once waits for the backward pass, and is gathered for it again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from jaxauto.core import Node
 from jaxauto.cost.windowed import SMALL
 from jaxauto.graph import multiplicity
 from jaxauto.groups import Operation
-from jaxauto.solve.brought import reads_of, shares_on_the_way
+from jaxauto.solve.brought import Reads, reads_of, shares_on_the_way
 from jaxauto.solve.remat import Variant
 from jaxauto.solve.turns import Row, in_order
 
@@ -27,52 +27,49 @@ if TYPE_CHECKING:
 
 
 class ReadTwice(NamedTuple):
-    """``operation`` runs again as ``node`` and reads ``value`` (as written), as ``users``, by their ids in the rewritten program, do."""
+    """``operation`` runs again as ``node``, ``times`` a step, and reads ``value`` (as written) as ``users`` do: (id as written, there)."""
 
     operation: Operation
     node: Node
+    times: int
     value: int
-    users: tuple[int, ...]
+    users: tuple[tuple[int, int], ...]
 
 
-def read_twice(variant: Variant, weights: Set[int], platform: str) -> Iterator[ReadTwice]:
+def read_twice(variant: Variant, weights: Set[int], platform: str) -> list[ReadTwice]:
     """All of a program; ``weights``: values as written."""
     values, times = variant.rewritten.graph.values, multiplicity(variant.rewritten.graph)
-    backward = {node.id for op, node in variant.operations if op.node.backward and (times[node.id] > 1 or platform != "cpu")}
+    late = {node.id: op.node.id for op, node in variant.operations if op.node.backward and (times[node.id] > 1 or platform != "cpu")}
+    found = []
     for op, node in variant.operations:
         if op.node.id == node.id or op.node.backward:
             continue
         for x, read in zip(node.inputs, op.node.inputs, strict=False):
             if isinstance(x, int) and isinstance(read, int) and read in weights:
-                users = tuple(user.id for user in values[x].users if user.id in backward)
-                yield from [ReadTwice(op, node, read, users)] if users else []
-
-
-def read_together(variant: Variant, weights: Set[int], platform: str) -> dict[tuple[int, int], int]:
-    """(node, value), as written, of what recomputed operations read → how often in a step the backward pass reads it with them."""
-    times = multiplicity(variant.rewritten.graph)
-    found: dict[tuple[int, int], int] = {}
-    for read in read_twice(variant, weights, platform):
-        key = read.operation.node.id, read.value
-        found[key] = found.get(key, 0) + times[read.node.id]
+                users = tuple((late[user.id], user.id) for user in values[x].users if user.id in late)
+                found += [ReadTwice(op, node, times[node.id], read, users)] if users else []
     return found
 
 
-def gathered_before(variant: Variant, weights: Set[int], platform: str) -> set[tuple[int, int]]:
-    """(node, value), as written, of what operations of the backward pass read after a recomputed one: it need not be gathered for them."""
-    written = {node.id: op.node.id for op, node in variant.operations}
-    return {(written[user], read.value) for read in read_twice(variant, weights, platform) for user in read.users}
+def read_together(found: Iterable[ReadTwice]) -> dict[tuple[int, int], int]:
+    """(recomputed node, value), as written → how often in a step the backward pass reads that with it."""
+    together: dict[tuple[int, int], int] = {}
+    for read in found:
+        key = read.operation.node.id, read.value
+        together[key] = together.get(key, 0) + read.times
+    return together
 
 
-def held_between(model: Model) -> list[tuple[Operation, int, int, int]]:
-    """(recomputed operation, which of its operands, positions between it and the last that reads the same), each array once for it."""
-    return model.cached(("held between", model.variant), lambda: list(_between(model)))
+def gathered_before(found: Iterable[ReadTwice]) -> set[tuple[int, int]]:
+    """(node of the backward pass, value), as written, of what a recomputed operation has gathered: it need not be for that node."""
+    return {(written, read.value) for read in found for written, _ in read.users}
 
 
-def _between(model: Model) -> Iterator[tuple[Operation, int, int, int]]:
+def held_between(model: Model) -> Iterator[tuple[Operation, int, int, int]]:
+    """(recomputed operation, which of its operands, positions between it and the last that reads the same)."""
     position = model.buffers.position
-    for op, node, value, users in read_twice(model.variant, model.program.known_early, model.chip.platform):
-        begin, end = position.get(node.id, -1) + 1, max(position.get(user, 0) for user in users) - 1
+    for op, node, _, value, users in model.read_twice:
+        begin, end = position.get(node.id, -1) + 1, max(position.get(user, 0) for _, user in users) - 1
         if 0 < begin <= end:
             yield op, op.node.inputs.index(value), begin, end
 
@@ -86,9 +83,10 @@ def held_for_both(model: Model) -> Iterator[Row]:
     for op, place, begin, end in held_between(model):
         for read in (r for r in reads[op.node.id] if r.place == place):
             key = "held for both", read.way, read.whole
-            table = model.cached(key, lambda read=read: _at_least(least, read.whole * shares_on_the_way(model, read.way)[1]))
+            table = model.cached(key, lambda read=read: _held(model, read, least))
             yield from in_order(begin, end, read.way.group, read.way.operation, table)
 
 
-def _at_least(bytes_: float, table: np.ndarray) -> np.ndarray:
-    return np.where(table >= bytes_, table, 0.0)
+def _held(model: Model, read: Reads, least: float) -> np.ndarray:
+    bytes_ = read.whole * shares_on_the_way(model, read.way)[1]
+    return bytes_ * (bytes_ >= least)

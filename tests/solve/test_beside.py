@@ -7,8 +7,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxauto
-from jaxauto.solve.beside import _beyond, _split_bytes, bordered, cut_as_read, held_beside, made_early, passed_edges, shared_operands
+from jaxauto.solve.beside import _beyond, _split_bytes, bordered, cut_as_read, held_beside, passed_edges, shared_operands
 from jaxauto.solve.check import check
+from jaxauto.solve.early import made_early
 from jaxauto.solve.live import timeline
 from jaxauto.solve.stacked import readings
 from jaxauto.solve.turns import beside_loops

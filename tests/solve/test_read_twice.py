@@ -10,14 +10,14 @@ from jax.sharding import PartitionSpec as P
 
 import jaxauto
 from jaxauto.solve.check import check
-from jaxauto.solve.read_twice import gathered_before, held_for_both, read_together
+from jaxauto.solve.read_twice import gathered_before, held_for_both, read_together, read_twice
 
 
 @pytest.mark.parametrize("target", ["v5e:2x4", "h100:8"])
 def test_recomputed_and_backward_matmuls_read_one_gathered_weight(target):
     remat, weights = scanned_blocks(target)
     variant, values = everything_again(remat), remat.graph.values
-    pairs = read_together(variant, weights, remat.chip.platform)
+    pairs = read_together(read_twice(variant, weights, remat.chip.platform))
     again = {op.node.id for op in remat.groups.operations if variant.extra.get(op.node.id)}
     assert again and {node for node, _ in pairs} == again
     assert {values[x].shape for _, x in pairs} == {(16, 16)}
@@ -26,7 +26,7 @@ def test_recomputed_and_backward_matmuls_read_one_gathered_weight(target):
 @pytest.mark.parametrize("target", ["v5e:2x4", "h100:8"])
 def test_nothing_is_read_together_where_nothing_is_recomputed(target):
     remat, weights = scanned_blocks(target)
-    assert read_together(remat.variant(remat.levels()[0]), weights, remat.chip.platform) == {}
+    assert read_twice(remat.variant(remat.levels()[0]), weights, remat.chip.platform) == []
 
 
 def straight(weights, x):
@@ -56,7 +56,7 @@ def test_what_a_recomputation_gathers_is_not_gathered_for_the_backward_pass_agai
     best = plan.program.solved.best
     model, graph = best.model, best.model.groups.graph
     assert check(best, best.peak_bytes, {}) == []
-    ahead = gathered_before(model.variant, model.program.known_early, "gpu")
+    ahead = gathered_before(model.read_twice)
     late = {(node.id, node.inputs[k]) for node in graph.nodes for out, k in plan.decisions.gathered_late if out in node.outputs}
     assert ahead and late and not ahead & late
     held = [(begin, end) for begin, end, *_ in held_for_both(model)]
