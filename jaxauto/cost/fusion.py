@@ -243,19 +243,17 @@ class _Fusion:
         dear = kind in self.made_once or once
         if dear or not self.costly.isdisjoint(fused):
             self.costly.add(number)
-        sums = [u for u in value.users if self.kind(u) is Kind.REDUCE] if self.clusters and kind is Kind.EXPENSIVE else []
-        softmax = is_softmax(value, sums)
-        shifted = kind is Kind.EXPENSIVE and not softmax and is_shifted(value, self.values)
-        below = (2 * self.values[x].elements >= value.elements for x in self.heavy.intersection(fused))  # that of a row is made apart
-        if (kind is Kind.EXPENSIVE and not softmax and not shifted) or any(below):
+        below = self.heavy.intersection(fused)
+        if any(2 * self.values[x].elements >= value.elements for x in below):  # that of a row is made apart
             self.heavy.add(number)
-        if kind is Kind.EXPENSIVE or not self.dear.isdisjoint(fused):
+        if not self.dear.isdisjoint(fused):
             self.dear.add(number)
-        if self.clusters and (softmax or shifted):
-            self.meet_softmax(value, roots, sums if softmax else [])
-        moved = kind is Kind.MOVE and not self.is_layout(node)
-        turned = any(self.moved.get(x, False) for x in operands)  # orders everything that it is part of
-        moved = moved or turned or any(2 * self.values[x].elements >= value.elements for x in operands if x in self.moved)
+        if kind is Kind.EXPENSIVE:
+            self.meet_expensive(value, roots)
+        carried = [x for x in operands if x in self.moved]
+        turned = any(self.moved[x] for x in carried)  # orders everything that it is part of
+        moved = turned or (kind is Kind.MOVE and not self.is_layout(node))
+        moved = moved or any(2 * self.values[x].elements >= value.elements for x in carried)
         if self.kernels:
             self.kernels.meet(node, number, operands, self.virtual)
         apart = self.clusters is not None and self.clusters.moving.meet(node, number, self.virtual, roots)
@@ -286,6 +284,17 @@ class _Fusion:
             self.virtual[number] = roots
             if moved:
                 self.moved[number] = turned or node.prim == "transpose"
+
+    def meet_expensive(self, value: Value, roots: frozenset[int]) -> None:
+        """A transcendental, which may be a softmax's exp."""
+        sums = [u for u in value.users if self.kind(u) is Kind.REDUCE] if self.clusters else []
+        softmax = is_softmax(value, sums)
+        shifted = not softmax and is_shifted(value, self.values)
+        self.dear.add(value.id)
+        if not softmax and not shifted:
+            self.heavy.add(value.id)
+        elif self.clusters:
+            self.meet_softmax(value, roots, sums if softmax else [])
 
     def meet_softmax(self, value: Value, roots: frozenset[int], sums: list[Node]) -> None:
         """An exp that ``sums`` sum, or that is made again where those are kept: is it written?"""
@@ -370,17 +379,19 @@ class _Fusion:
 
     def is_gathered_wide(self, value: Value, roots: frozenset[int]) -> bool:
         """Whether gathers alone need a value that is but widened: XLA:TPU writes it for them, and all others read what it is made of."""
-        if len(roots) != 1 or value.id in self.heavy | self.costly | self.dear:
+        if len(roots) != 1 or any(value.id in known for known in (self.heavy, self.costly, self.dear)):
             return False
         (root,) = roots
+        if 2 * self.values[root].dtype.itemsize != value.dtype.itemsize:
+            return False
         wanted = [user for user in value.users if self.is_read(value, user, roots)]
         gathers = all(self.kind(user) is Kind.GATHER for user in wanted)
-        return gathers and 0 < len(wanted) < len(value.users) and 2 * self.values[root].dtype.itemsize == value.dtype.itemsize
+        return gathers and 0 < len(wanted) < len(value.users)
 
     def fans_out(self, value: Value, roots: frozenset[int]) -> bool:
         if value.id in self.summed:
             return True
-        if sum(self.clusters is None or self.kind(u) not in FUSING for u in value.users) < 2:
+        if len(value.users) < 2 or sum(self.clusters is None or self.kind(u) not in FUSING for u in value.users) < 2:
             return False
         slices = self.clusters.slices if self.clusters else ()  # made where they are read
         least = value.nbytes / 2 if self.kernels else 0  # what a mask takes beside float32 is little

@@ -20,7 +20,7 @@ XORS = 21  # of one hash: one in each of 20 rounds, and one of the two words tha
 
 def seconds_of_hashes(node: Node, chip: Any) -> float:
     """Of one run of a whole node, if nothing hid them."""
-    return hashes(node) * chip.hash_seconds if chip.hash_seconds else 0.0
+    return drawn * chip.hash_seconds if (drawn := hashes(node)) else 0.0
 
 
 def unhidden(graph: Graph, buffers: Buffers, chip: Any) -> dict[int, float]:

@@ -25,6 +25,7 @@ class Moving:
         self.values, self.rules = values, rules
         self.moved: dict[int, frozenset[int]] = {}  # fused value → those it is made of whose elements lie elsewhere in it
         self.passes: set[int] = set()  # values that a pass of their own writes, which nothing that reads them is part of
+        self.joined = _joined(values)
 
     def meet(self, node: Node, number: int, virtual: Collection[int], roots: frozenset[int]) -> bool:
         """Whether a pass of its own writes a value.
@@ -33,12 +34,11 @@ class Moving:
           virtual: values without a buffer.
           roots: what this one is made of.
         """
-        regroups = is_regrouping(node, self.values)
-        fused = [x for x in node.inputs if isinstance(x, int) and x in virtual]
-        moves = regroups or node.prim in _JOINS
-        moved = roots if moves else frozenset().union(*(self.moved.get(x, frozenset()) for x in fused))
-        if moved:
-            self.moved[number] = moved
+        regroups = node.prim == "reshape" and is_regrouping(node, self.values)
+        if regroups or node.prim in _JOINS:
+            self.moved[number] = roots
+        elif below := [self.moved[x] for x in node.inputs if x in self.moved and x in virtual]:
+            self.moved[number] = frozenset().union(*below)
         if regroups or self._reverses(node):
             self.passes.add(number)
         return number in self.passes
@@ -46,17 +46,23 @@ class Moving:
     def is_joined(self, value: Value) -> bool:
         """Whether a fused value that is computed is joined with others, or part of it."""
         made = value.producer
-        computed = made is not None and made.id in self.rules and self.rules[made.id].kind in _COMPUTED
-        return computed and any(self._joins(user) for user in value.users)
-
-    def _joins(self, node: Node) -> bool:
-        if node.prim in CUTS:
-            return any(self._joins(user) for out in node.outputs for user in self.values[out].users)
-        return node.prim == "concatenate"
+        return value.id in self.joined and made is not None and made.id in self.rules and self.rules[made.id].kind in _COMPUTED
 
     def _reverses(self, node: Node) -> bool:
         """A convolution reads its kernel backward as well as forward."""
         return node.prim == "rev" and any(user.prim != "conv_general_dilated" for user in self.values[node.outputs[0]].users)
+
+
+def _joined(values: Mapping[int, Value]) -> set[int]:
+    """What is joined with others, or of which parts are."""
+    made = (value.producer for value in values.values())
+    found, waiting = set(), [x for node in made if node is not None and node.prim == "concatenate" for x in node.inputs]
+    while waiting:
+        if isinstance(x := waiting.pop(), int) and x not in found:
+            found.add(x)
+            made_by = values[x].producer
+            waiting += made_by.inputs if made_by is not None and made_by.prim in CUTS else ()
+    return found
 
 
 def is_regrouping(node: Node, values: Mapping[int, Value]) -> bool:

@@ -11,6 +11,7 @@ by coordinate descent and by elimination over the few best states of each variab
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from dataclasses import dataclass
@@ -123,12 +124,11 @@ def value_of(unary, pairs, x: np.ndarray) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """A (mini-)bucket: ``tables`` over (variable, *scope), ``best`` state and ``message``, the least cost, for each state of ``scope``."""
+    """A (mini-)bucket: ``tables`` over (variable, *scope), and ``message``, the least cost for each state of ``scope``."""
 
     variable: int
     scope: tuple[int, ...]
     tables: list[Table]
-    best: np.ndarray
     message: np.ndarray
 
 
@@ -151,10 +151,8 @@ def _eliminate(sizes, buckets: dict[int, list[Table]], neighbours: dict[int, set
         exact &= len(parts) == 1
         for (scope, tables), shift in zip(parts, _shared(i, parts, sizes), strict=True):
             tables = [*tables, ((i,), shift)] if len(parts) > 1 else tables
-            summed = _sum((i, *scope), tables, sizes)
-            best = summed.argmin(0)
-            message = np.take_along_axis(summed, best[None], 0)[0]
-            order.append(_Part(i, scope, tables, best.astype(np.int16), message))
+            message = _sum((i, *scope), tables, sizes).min(0)
+            order.append(_Part(i, scope, tables, message))
             for j in scope:
                 buckets[j] = [t for t in buckets[j] if not any(t[1] is u[1] for u in tables)]
                 buckets[j].append((scope, message))
@@ -202,15 +200,21 @@ def _split(i: int, tables: list[Table], sizes, entries: int) -> list[tuple[tuple
 
 
 def _sum(scope: tuple[int, ...], tables: list[Table], sizes) -> np.ndarray:
-    total = np.zeros([sizes[j] for j in scope])
+    """The tables over ``scope``; what is small is added to what is small, so that few sums are as large as the result."""
+    place = {j: k for k, j in enumerate(scope)}
+    summed: dict[frozenset[int], np.ndarray] = {}
     for own, table in tables:
-        at = [scope.index(j) for j in own]
-        arranged = np.transpose(table, np.argsort(at))
         shape = [1] * len(scope)
         for j in own:
-            shape[scope.index(j)] = sizes[j]
-        total += arranged.reshape(shape)
-    return total
+            shape[place[j]] = sizes[j]
+        arranged = table.transpose(sorted(range(len(own)), key=lambda d: place[own[d]])).reshape(shape)
+        known = summed.get(key := frozenset(own))
+        summed[key] = arranged if known is None else known + arranged
+    for key in sorted(summed, key=lambda k: summed[k].size):
+        around = min((k for k in summed if key < k), key=lambda k: summed[k].size, default=None)
+        if around is not None:
+            summed[around] = summed[around] + summed.pop(key)
+    return functools.reduce(np.add, sorted(summed.values(), key=lambda t: t.size))
 
 
 def _decode(unary: list[np.ndarray], parts: list[_Part]) -> np.ndarray:
@@ -221,8 +225,8 @@ def _decode(unary: list[np.ndarray], parts: list[_Part]) -> np.ndarray:
         if kept is None or len(part.scope) > len(kept.scope):
             widest[part.variable] = part
     x = np.zeros(len(unary), int)
-    for i, part in reversed(widest.items()):
-        x[i] = part.best[tuple(x[j] for j in part.scope)]
+    for i, part in reversed(widest.items()):  # the state is looked for here alone: an argmin of whole tables takes longer than their sum
+        x[i] = sum(table[tuple(slice(None) if j == i else x[j] for j in of)] for of, table in part.tables).argmin()
     return x
 
 

@@ -116,9 +116,13 @@ def add_operations(model: Model) -> None:
         if op.rule.halo:
             _add_borders(model, op)
     for key, (op, near) in first.items():
-        v = key[0]
-        seconds = operation_seconds(op, model.values, model.states[v], model.mesh.sizes, model.chip, near)
-        model.problem.add_unary("compute", v, count[key] * seconds)
+        seconds = model.cached(("seconds", key), lambda op=op, near=near: _seconds(model, op, near))
+        model.problem.add_unary("compute", key[0], count[key] * seconds)
+
+
+def _seconds(model: Model, op: Operation, near: Near) -> np.ndarray:
+    state = model.states[model.var("operation", op.node.id)]
+    return operation_seconds(op, model.values, state, model.mesh.sizes, model.chip, near)
 
 
 def _add_borders(model: Model, op: Operation) -> None:
