@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -220,8 +220,14 @@ def transferred(array: Any, kind: str) -> Any:
     return jax.device_put(array, jax.memory.Space.Host if kind == "pinned_host" else jax.memory.Space.Device)
 
 
-def in_row_major(array: Any) -> Any:
-    """``array``, inside a jitted function, with its dimensions in memory in the order that they have."""
+def laid_out(array: Any, order: Sequence[int], mesh: Any, spec: Any) -> Any:
+    """``array``, inside a jitted function, each device's part of it with its dimensions in memory in this order, major first.
+
+    Of parts, in a ``shard_map``: told of the whole, the partitioner gathers what is split in two dimensions to lay it out.
+    """
     from jax.experimental.layout import Layout, with_layout_constraint
 
-    return with_layout_constraint(array, Layout(major_to_minor=tuple(range(array.ndim))))
+    def part(x: Any) -> Any:
+        return with_layout_constraint(x, Layout(major_to_minor=tuple(order)))
+
+    return jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=spec)(array)

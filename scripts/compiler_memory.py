@@ -82,6 +82,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--most", type=int, default=30, help="buffers in each list")
     options = parser.parse_args()
+    if options.folder.is_dir() and any(options.folder.iterdir()):
+        parser.error(f"{options.folder} has files in it: name a new folder, XLA's files are told apart by their names alone")
     plan = bench_accuracy.plan_of(*(part.strip() for part in options.row.split("|")))
     told(plan, options.most)
     dump(plan, options.folder, "none")

@@ -33,7 +33,7 @@ from jaxauto.rewrite.sink import sink
 from jaxauto.swapped import turned
 
 _FOLLOWED = 64  # values made of a gradient that are looked at
-_LANES = 128  # of a TPU's tiles
+_SUBLANES, _LANES = 8, 128  # of a TPU's tiles
 
 
 def partition_spec(sharding: Sharding) -> PartitionSpec:
@@ -67,7 +67,7 @@ class _Constraints(Pins):
         self.origin, self.stacked, self.values = rewritten.origin, rewritten.stacked, rewritten.graph.values
         self.on_cpu, self.on_gpu = platform == "cpu", platform == "gpu"
         self.late = {x for node in walk(rewritten.graph) if node.backward for x in node.outputs} if self.on_cpu else set()
-        self.row_major = _told_their_layout(rewritten, decisions, dict(mesh.shape)) if platform == "tpu" and mesh.size > 1 else set()
+        self.orders = _told_their_layout(rewritten, decisions, dict(mesh.shape)) if platform == "tpu" and mesh.size > 1 else {}
         self.drawn = kept_masks(rewritten.graph) if platform == "tpu" else set()
 
     def barrier(self, arrays: list, numbers: Sequence = ()) -> list:
@@ -102,7 +102,10 @@ class _Constraints(Pins):
             array = bring(array, made, kept, dict(self.mesh.shape), self.pinned)
         array = array if kept is None else self.pinned(array, kept, stacked=stacked)
         array = lax.optimization_barrier(array) if number in self.drawn else array
-        return compat.in_row_major(array) if number in self.row_major else array
+        if number not in self.orders:
+            return array
+        order, sharding = self.orders[number]
+        return compat.laid_out(array, order, self.mesh, partition_spec(sharding))
 
     def _is_passed(self, number: int) -> bool:
         """Whether it is called as what another operation made, and has only come through a barrier."""
@@ -175,18 +178,35 @@ class _Constraints(Pins):
         return others[0] if others else None
 
 
-def _told_their_layout(rewritten: Rewritten, decisions: Decisions, mesh: Mapping[str, int]) -> set[int]:
-    """Gradients that XLA:TPU would lay out otherwise, and then copies parameters and moments there and back for the update.
+def _told_their_layout(rewritten: Rewritten, decisions: Decisions, mesh: Mapping[str, int]) -> dict[int, tuple[tuple[int, ...], Sharding]]:
+    """Gradients that XLA:TPU would lay out otherwise than parameters, and then copies those and moments there and back for the update.
 
     A vocabulary's (``swapped.turned``), and what leaves another dimension than the first: gathered, or exchanged for a part of that. But
-    not where a device's part has a last dimension so short that most of each tile would be padding: weights split within a head; nor what
-    is split in two dimensions, which the partitioner gathers whole to lay it out (a Llama's head on eight v5e: 0.5 GiB).
+    not where a device's part has a last dimension so short that most of each tile would be padding: weights split within a head.
+
+    Returns:
+      Value → the order of its dimensions in memory, major first, and its sharding.
     """
+    values = rewritten.graph.values
     gradients = (x for node in rewritten.graph.nodes if node.backward for x in node.outputs if _leaves_backward(rewritten.graph, x))
     inside = {x for x in gradients if _leaves_inside(decisions.made.get(x, ()), decisions.values.get(x, ()))}
-    lasts = {x: rewritten.graph.values[x].shape[-1] / math.prod(mesh[axis] for axis in decisions.values[x][-1]) for x in inside}
-    told = turned(rewritten.graph) | {x for x, last in lasts.items() if 2 * last >= _LANES}
-    return {x for x in told if sum(map(bool, _sharding_of(rewritten, decisions, x))) < 2}
+    told = {}
+    for x in {*turned(rewritten.graph), *inside}:
+        sharding = _sharding_of(rewritten, decisions, x) or ((),) * len(values[x].shape)
+        part = [n // math.prod(mesh[a] for a in axes) for n, axes in zip(values[x].shape, sharding, strict=True)]
+        if x not in inside or 2 * part[-1] >= _LANES:
+            told[x] = _compact(part), sharding
+    return told
+
+
+def _compact(shape: Sequence[int]) -> tuple[int, ...]:
+    """The order of dimensions in which XLA:TPU has a step's arguments: of the last two that which pads tiles less, else as written."""
+    *major, rows, columns = range(len(shape))
+
+    def padded(order: tuple[int, int]) -> int:
+        return math.prod(-(-shape[d] // edge) * edge for d, edge in zip(order, (_SUBLANES, _LANES), strict=True))
+
+    return *major, *min((rows, columns), (columns, rows), key=padded)
 
 
 def _sharding_of(rewritten: Rewritten, decisions: Decisions, number: int) -> Sharding:

@@ -6,6 +6,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -129,3 +130,31 @@ def test_stacks_of_a_loop_are_of_what_was_brought_where_it_is_kept():
     pins = [eqn for eqn in applied.eqns if eqn.primitive.name == "sharding_constraint" and eqn.outvars[0].aval.dtype == jnp.bfloat16]
     stacks = [eqn.params["sharding"].spec for eqn in pins if eqn.outvars[0].aval.ndim == 3]
     assert stacks and all(spec == P(None, None, ("data", "model")) for spec in stacks)
+
+
+@pytest.mark.parametrize(
+    ("columns", "sharding", "part", "order"),
+    [
+        (4096, ((), ("model",)), (256, 2048), (0, 1)),
+        (4096, (("data",), ("model",)), (64, 2048), (0, 1)),
+        (4096 + 64, ((), ("model",)), (256, 2080), (1, 0)),  # a part's columns do not fill tiles, its rows do
+        (4096 + 64, ((), ()), (256, 4160), (1, 0)),
+        (4096 + 64, ((), None), (256, 4160), (1, 0)),  # not decided
+    ],
+)
+def test_a_vocabularys_gradient_is_laid_out_as_its_parameter_is(columns, sharding, part, order):
+    """XLA:TPU has arguments so that each device's part pads tiles least; in another order it copies the whole optimizer's state."""
+
+    def head(w, x):
+        return jax.grad(lambda w: jnp.sum(jax.nn.logsumexp(x @ w, axis=-1)))(w)
+
+    args = jax.ShapeDtypeStruct((256, columns), jnp.float32), jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    graph = build(trace(head, args).jaxpr)
+    (gradient,) = graph.outputs
+    assert graph.values[gradient].producer.prim == "transpose"
+    decisions = Decisions({} if None in sharding else {gradient: sharding}, {}, ())
+    jaxpr = jax.make_jaxpr(apply(graph, decisions, abstract_mesh((4, 2), ("data", "model")), "tpu"))(*args)
+    (mapped,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
+    (told,) = [eqn for eqn in mapped.params["jaxpr"].eqns if eqn.primitive.name == "layout_constraint"]
+    assert told.outvars[0].aval.shape == part and told.params["layout"].major_to_minor == order
+    assert "layout_constraint" not in str(jax.make_jaxpr(apply(graph, decisions, abstract_mesh((4, 2), ("data", "model")), "gpu"))(*args))
