@@ -62,7 +62,9 @@ def _moved(program: Program, scan: Node, convert: Node, narrowed: dict[tuple[int
     key = outer, str(program.values[result].dtype)
     made = []
     if key not in narrowed:
-        narrowed[key] = program.fresh(result, stacked=program.values[outer].shape[0] if is_slice else None)
+        narrowed[key] = stack = program.fresh(result, stacked=program.values[outer].shape[0] if is_slice else None)
+        if isinstance(given := convert.inputs[0], int):  # whole it is sharded as what it is narrowed from, each trip brings its slice on
+            program.origin[stack] = program.origin.get(given, given)
         eqn, scope, source = convert.eqn, convert.scope, convert.source
         made.append(Node(program.new_id(), eqn, convert.prim, (outer,), (narrowed[key],), scope, source))
     inner = program.fresh(result)

@@ -5,7 +5,7 @@ Not what operands are resharded into: see ``brought.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -235,47 +235,62 @@ def passed_edges(model: Model) -> list[tuple[Edge, int, int]]:
     an array at once. One of a weight's arrays is on its way before (``updating``).
     """
     b, begins, found, ahead = model.buffers, update_begins(model), {}, updating(model)
-    late, early, copies, readers = model.program.late_only, model.program.known_early, _copies(model), _readers(model)
+    late, early, readers = model.program.late_only, model.program.known_early, _readers(model)
+    copies = _copies(model, readers)
     for e in model.groups.edges:
         if e.node < 0 or model.var("group", e.source) == model.var("group", e.target):
             continue
         stays = e.result in b.stored and model.values[e.result].nbytes >= model.values[e.value].nbytes
         updates = e.result in late and not e.backward
-        for node in copies.get(e.node, ()):
-            at = b.position.get(node.id)
-            if at is None or (stays and node.id == e.node):
+        for node_id, at, made in copies.get(e.node, ()):
+            if at is None or (stays and node_id == e.node):
                 continue
             if updates and (e.value in early or at >= begins):
                 gradient, early_on = ahead.get((e.node, e.operand), (-1, False))
                 first, last = min(begins, b.position.get(gradient, begins)) if early_on else begins, b.length - 1
             else:
-                first, last = at, max([at, *(readers.get(x, at) for x in node.outputs if e.node in model.narrowing)])
+                first, last = at, max([at, *(readers.get(x, (at, at))[1] for x in made if e.node in model.narrowing)])
             found.setdefault((e.value, e.target, e.dims, last), (e, first, last))
     return list(found.values())
 
 
-def _copies(model: Model) -> dict[int, list[Node]]:
-    """Nodes that convert to a narrower type, as written → as often as the rewritten program has them; all others, themselves."""
-    rewritten, values = model.variant.rewritten, model.values
-    found: dict[int, list[Node]] = {}
+_Made = tuple[int, int | None, tuple[int, ...]]  # node that makes something, where, and what
+
+
+def _copies(model: Model, readers: Mapping[int, tuple[int, int]]) -> dict[int, list[_Made]]:
+    """Nodes that convert to a narrower type, as written → as often as the rewritten program has them; all others, themselves.
+
+    What is narrowed before a loop comes into the sharding that its readers want in each trip, for the first of them.
+    """
+    rewritten, values, position = model.variant.rewritten, model.values, model.buffers.position
+    found: dict[int, list[_Made]] = {}
+
+    def written(number: int, node: Node | None) -> int | None:
+        made = values[rewritten.origin.get(number, number)].producer
+        return made.id if made is not None and made.id in model.narrowing else node.id if node is not None else None
+
     for node in walk(rewritten.graph):
-        made = values[rewritten.origin.get(node.outputs[0], node.outputs[0])].producer if node.outputs else None
-        written = made.id if made is not None and made.id in model.narrowing else node.id
-        if written == node.id or node.prim == "convert_element_type":
-            found.setdefault(written, []).append(node)
+        for x in (x for body in node.bodies for x in body.inputs if x in readers):
+            if (of := written(x, None)) is not None:
+                found.setdefault(of, []).append((-1, readers[x][0], (x,)))
+        of = written(node.outputs[0], node) if node.outputs else node.id
+        if of is not None and (of == node.id or node.prim == "convert_element_type"):
+            found.setdefault(of, []).append((node.id, position.get(node.id), node.outputs))
     return found
 
 
-def _readers(model: Model) -> dict[int, int]:
-    """Of what operations read as they run, and what that is a view of: the position of the last of them."""
-    rewritten, b, last = model.variant.rewritten, model.buffers, {}
+def _readers(model: Model) -> dict[int, tuple[int, int]]:
+    """Of what operations read as they run, and what that is a view of: the positions of the first and the last of them."""
+    rewritten, b, found = model.variant.rewritten, model.buffers, {}
     for _, node in model.variant.operations:
         todo = [*node.inputs] if node.id in b.position else []
         while todo:
             if isinstance(x := todo.pop(), int) and x not in b.stored:
-                last[x] = max(last.get(x, 0), b.position[node.id])
+                at = b.position[node.id]
+                first, last = found.get(x, (at, at))
+                found[x] = min(first, at), max(last, at)
                 todo.append(source_of(model.groups, rewritten, x))
-    return last
+    return found
 
 
 def shared_operands(model: Model) -> list[tuple[int, int, tuple[int, ...], int, int]]:

@@ -401,8 +401,7 @@ class Model:
         """Operands of a dot that are made as they are read, and whether another operation reads them too."""
         if not self.mesh.windows:
             return ()
-        held = lambda: {*self.variant.origin.tolist()} - self.variant.partly  # noqa: E731
-        found = self.cached(("inside", self.variant), lambda: made_inside(self.groups, held()))
+        found = self.cached(("inside", self.variant), lambda: made_inside(self.groups, self.variant.held - self.variant.partly))
         return tuple((k, found[o.value]) for k, o in enumerate(op.operands) if o.value in found)
 
     @property

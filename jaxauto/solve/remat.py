@@ -94,6 +94,12 @@ class Variant:
     operations: tuple[tuple[Operation, Node], ...]
     partly: frozenset[int] = frozenset()
 
+    @functools.cached_property
+    def held(self) -> frozenset[int]:
+        """Values as written that are in memory, loops' slices of stacks included."""
+        given = (x for node in walk(self.rewritten.graph) for body in node.bodies for x in body.inputs)
+        return frozenset(self.origin.tolist()).union(self.rewritten.origin.get(x, x) for x in given)
+
     @property
     def kept(self) -> Kept:
         """What each block keeps."""

@@ -13,7 +13,7 @@ from jaxauto.solve.early import made_early
 from jaxauto.solve.live import timeline
 from jaxauto.solve.stacked import readings
 from jaxauto.solve.turns import beside_loops
-from jaxauto.strategies import WHOLE
+from jaxauto.strategies import WHOLE, shards
 
 MIB = 2**20
 
@@ -74,6 +74,33 @@ def test_on_tpu_loops_read_stacks_that_are_narrowed_before_them():
     args = (spec(4, 512, 1024), spec(4, 1024, 512)), spec(2048, 512)
     best = best_of(scanned, args, "v5e:2x4", {"0.*": P(None, None, "data"), "1": P("data")})
     assert not readings(best.variant, best.model.groups) and not [*beside_loops(best.model)]
+
+
+def test_on_tpu_what_is_narrowed_before_a_loop_is_sharded_as_its_argument_and_each_trip_brings_its_slice():
+    """Compiled, a Llama of 16 layers whose narrowed weights are split further than the parameters: their stacks are as those are."""
+
+    def step(w, x):
+        def layer(x, w):
+            w = w.astype(jnp.bfloat16)
+            return jnp.tanh(x @ w) + jnp.sin(x @ w), None
+
+        return w - jax.grad(lambda w: jnp.mean(jax.lax.scan(layer, x, w)[0].astype(jnp.float32) ** 2))(w)
+
+    args = spec(4, 1024, 1024), spec(2048, 1024, dtype=jnp.bfloat16)
+    best = best_of(step, args, "v5e:2x4", {"1": P("data")})
+    model, graph = best.model, best.variant.rewritten.graph
+    convert = next(n for n in graph.nodes if n.prim == "convert_element_type" and graph.values[n.outputs[0]].shape == (4, 1024, 1024))
+    k = best.variant.buffers.ids.tolist().index(convert.outputs[0])
+    edge = next(e for e in model.groups.edges if e.node in model.narrowing and graph.values[e.value].shape == (1024, 1024) and not e.backward)
+    (forward, _) = (n for n in graph.nodes if n.prim == "scan")
+    dots = [model.buffers.position[n.id] for body in forward.bodies for n in body.nodes if n.prim == "dot_general"]
+    assert [row[1:] for row in passed_edges(model) if row[0] is edge] == [(min(dots), max(dots))], "a slice, brought for the first dot"
+    source, target = (model.var("group", group) for group in (edge.source, edge.target))
+    for here, where in enumerate(model.states[source]):
+        for there in range(len(model.states[target])):
+            x = best.x.copy()
+            x[source], x[target] = here, there
+            assert model.local_sizes(x)[k] == 8 * MIB / shards(where[None], model.mesh.sizes)[0]
 
 
 @pytest.mark.parametrize(("target", "cut_by_readers"), [("v5e:2x4", True), ("h100:8", False), ("cpu:8", False)])
