@@ -63,8 +63,7 @@ def _moved(program: Program, scan: Node, convert: Node, narrowed: dict[tuple[int
     made = []
     if key not in narrowed:
         narrowed[key] = stack = program.fresh(result, stacked=program.values[outer].shape[0] if is_slice else None)
-        if isinstance(given := convert.inputs[0], int):  # whole it is sharded as what it is narrowed from, each trip brings its slice on
-            program.origin[stack] = program.origin.get(given, given)
+        _place_as(program, stack, convert.inputs[0], is_slice=is_slice)
         eqn, scope, source = convert.eqn, convert.scope, convert.source
         made.append(Node(program.new_id(), eqn, convert.prim, (outer,), (narrowed[key],), scope, source))
     inner = program.fresh(result)
@@ -79,6 +78,17 @@ def _moved(program: Program, scan: Node, convert: Node, narrowed: dict[tuple[int
     scan.num_consts += not is_slice
     _drop_unread(scan, body, convert.inputs[0])
     return made
+
+
+def _place_as(program: Program, narrowed: int, given: int | Literal, *, is_slice: bool) -> None:
+    """What is narrowed before a loop is sharded as what it is narrowed from; each trip brings its slice to where that is read.
+
+    ``given``: what the loop's body had of it, wide. A slice of a slice is sharded as it is read: there is no value as written that it is.
+    """
+    if not isinstance(given, int) or (is_slice and given in program.stacked):
+        return
+    program.origin[narrowed] = program.origin.get(given, given)
+    (program.stacked.add if is_slice or given in program.stacked else program.stacked.discard)(narrowed)
 
 
 def _drop_unread(scan: Node, body: Graph, inner: int | Literal) -> None:
