@@ -91,7 +91,7 @@ def test_on_tpu_what_is_narrowed_before_a_loop_is_sharded_as_its_argument_and_ea
     model, graph = best.model, best.variant.rewritten.graph
     convert = next(n for n in graph.nodes if n.prim == "convert_element_type" and graph.values[n.outputs[0]].shape == (4, 1024, 1024))
     k = best.variant.buffers.ids.tolist().index(convert.outputs[0])
-    edge = next(e for e in model.groups.edges if e.node in model.narrowing and graph.values[e.value].shape == (1024, 1024) and not e.backward)
+    (edge,) = (e for e in model.groups.edges if e.node in model.narrowing and graph.values[e.value].shape == (1024, 1024))
     (forward, _) = (n for n in graph.nodes if n.prim == "scan")
     dots = [model.buffers.position[n.id] for body in forward.bodies for n in body.nodes if n.prim == "dot_general"]
     assert [row[1:] for row in passed_edges(model) if row[0] is edge] == [(min(dots), max(dots))], "a slice, brought for the first dot"
