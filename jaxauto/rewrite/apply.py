@@ -193,8 +193,10 @@ def _told_their_layout(rewritten: Rewritten, decisions: Decisions, mesh: Mapping
     told = {}
     for x in {*turned(rewritten.graph), *inside}:
         sharding = _sharding_of(rewritten, decisions, x) or ((),) * len(values[x].shape)
-        part = [n // math.prod(mesh[a] for a in axes) for n, axes in zip(values[x].shape, sharding, strict=True)]
-        if x not in inside or 2 * part[-1] >= _LANES:
+        pieces = [math.prod(mesh[a] for a in axes) for axes in sharding]
+        part = [n // k for n, k in zip(values[x].shape, pieces, strict=True)]
+        even = all(n % k == 0 for n, k in zip(values[x].shape, pieces, strict=True))  # parts alike, as a shard_map wants them
+        if even and (x not in inside or 2 * part[-1] >= _LANES):
             told[x] = _compact(part), sharding
     return told
 
