@@ -24,16 +24,21 @@ _WIDE = 8  # cotangent's elements for each of the other operand
 def swaps(jaxpr: Any) -> dict[int, Any]:
     """The equations of a jaxpr that are dots read by one transpose alone which the dot of the exchanged operands would not need.
 
+    But not where what reads that turns it back: weights that are read turned around (tied to an embedding) have such gradients.
+
     Returns:
       id of the dot's equation → the transpose's.
     """
     reads = Counter(v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, compat.JaxLiteral))
     reads.update(v for v in jaxpr.outvars if not isinstance(v, compat.JaxLiteral))
     dots = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"}
+    transposes = [e for e in jaxpr.eqns if e.primitive.name == "transpose" and not isinstance(e.invars[0], compat.JaxLiteral)]
+    back = Counter(e.invars[0] for e in transposes)
     found = {}
-    for eqn in jaxpr.eqns:
-        dot = dots.get(eqn.invars[0]) if eqn.primitive.name == "transpose" and not isinstance(eqn.invars[0], compat.JaxLiteral) else None
-        if dot is not None and reads[eqn.invars[0]] == 1 and _exchangeable(dot, eqn):
+    for eqn in transposes:
+        dot, (made,) = dots.get(eqn.invars[0]), eqn.outvars
+        alone = reads[eqn.invars[0]] == 1 and (not reads[made] or reads[made] > back[made])
+        if dot is not None and alone and _exchangeable(dot, eqn):
             found[id(dot)] = eqn
     return found
 
@@ -63,7 +68,8 @@ def swapped(dot: Any) -> Any:
 
 
 def turned(graph: Graph) -> set[int]:
-    """Transposes, of the straight program, of dots that could be exchanged and were not."""
+    """Transposes, of the straight program, of dots that could be exchanged and were not, unless what reads them turns them back."""
     made = {x: node for node in graph.nodes if node.prim == "dot_general" for x in node.outputs}
     found = ((node, made[x]) for node in graph.nodes if node.prim == "transpose" and isinstance(x := node.inputs[0], int) and x in made)
-    return {node.outputs[0] for node, dot in found if tuple(node.params["permutation"]) == _exchanged(dot.eqn)}
+    told = {node.outputs[0] for node, dot in found if tuple(node.params["permutation"]) == _exchanged(dot.eqn)}
+    return {x for x in told if x in graph.outputs or any(user.prim != "transpose" for user in graph.values[x].users)}

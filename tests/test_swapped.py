@@ -67,7 +67,15 @@ def wide(a, b):
     return dot(jnp.tile(a, 11), b, (0, 1)).T
 
 
-NOT_SWAPPED = [read_twice, kept, otherwise_turned, not_turned, wide]
+def turned_back(a, b):
+    return dot(a, b, (0, 1)).T.T + 1
+
+
+def wide_turned_back(a, b):
+    return dot(jnp.tile(a, 11), b, (0, 1)).T.T + 1
+
+
+NOT_SWAPPED = [read_twice, kept, otherwise_turned, not_turned, wide, turned_back, wide_turned_back]
 
 
 def prims(closed):
