@@ -223,7 +223,8 @@ def transferred(array: Any, kind: str) -> Any:
 def laid_out(array: Any, order: Sequence[int], mesh: Any, spec: Any) -> Any:
     """``array``, inside a jitted function, each device's part of it with its dimensions in memory in this order, major first.
 
-    Of parts, in a ``shard_map``: told of the whole, the partitioner gathers what is split in two dimensions to lay it out.
+    Of parts, in a ``shard_map``: told of the whole, the partitioner gathers what is split in two dimensions to lay it out
+    (scripts/results/parts.md).
     """
     from jax.experimental.layout import Layout, with_layout_constraint
 
