@@ -24,6 +24,7 @@ from typing import BinaryIO, cast
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from jaxauto import compat
 from jaxauto.errors import JaxAutoError
 from jaxauto.targets import worker
 from jaxauto.targets.compilers import GPU_ENVIRONMENT, TPU_ENVIRONMENT, compiler_for, memory_limit, require_compiler
@@ -86,6 +87,7 @@ def abstract_mesh(mesh_shape: Sequence[int], axis_names: Sequence[str]) -> Abstr
     return AbstractMesh(tuple(mesh_shape), tuple(axis_names), axis_types=(AxisType.Auto,) * len(tuple(axis_names)))
 
 
+@compat.propagated()
 def lower_step(
     make_fun: Callable[[AbstractMesh], Callable],
     args: Sequence[jax.ShapeDtypeStruct],

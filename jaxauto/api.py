@@ -38,7 +38,7 @@ def plan(
     Args:
       step: a train step (or any function) written for one device.
       args, kwargs: arrays or ShapeDtypeStructs in any pytrees; flax nnx objects too.
-      mesh: jax.sharding.Mesh, or axis sizes such as ``{"data": 4, "model": 2}``; None: shape and axes are searched.
+      mesh: jax.sharding.Mesh with axes of any type, or axis sizes such as ``{"data": 4, "model": 2}``; None: shape and axes are searched.
       target: ``"v5p:4x4x4"``, ``"h100:8"``, a ``jaxauto.Target``; None: ``jax.devices()``.
       memory_budget: bytes for each device, ``"14GiB"``, or a fraction such as 0.9; None: what the chip has, less a margin.
       remat: ``"auto"`` | ``"off"`` | ``"offload"`` (activations may wait for the backward pass in the host's

@@ -15,6 +15,7 @@ from jax._src import core as _core
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import partial_eval as _pe
 from jax.extend.core import ClosedJaxpr
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 Var = _core.Var
 DropVar = _core.DropVar
@@ -218,6 +219,54 @@ def is_in_host(array: Any) -> bool:
 def transferred(array: Any, kind: str) -> Any:
     """``array`` in the memory kind ``"pinned_host"`` or ``"device"``, inside a jitted function; its sharding stays."""
     return jax.device_put(array, jax.memory.Space.Host if kind == "pinned_host" else jax.memory.Space.Device)
+
+
+@contextlib.contextmanager
+def propagated() -> Iterator[None]:
+    """Within it no axis of the mesh that ``jax.set_mesh`` has set is ``Explicit``: types have no shardings, and pins are allowed."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit not in mesh.axis_types:
+        yield
+        return
+    alike = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    with jax.sharding.use_abstract_mesh(alike):
+        yield
+
+
+def is_typed(sharding: Any) -> bool:
+    """Whether arrays that have it have it in their types: an axis of its mesh is ``Explicit``."""
+    return AxisType.Explicit in getattr(getattr(sharding, "mesh", None), "axis_types", ())
+
+
+def untyped(tree: Any) -> Any:
+    """Arrays of a pytree without shardings in their types; nothing is copied."""
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not is_typed(sharding := x.sharding):
+            return x
+        mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names, axis_types=(AxisType.Auto,) * len(sharding.mesh.axis_names))
+        return jax.device_put(x, NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind))
+
+    return jax.tree.map(own, tree)
+
+
+def typed(arrays: list) -> list:
+    """Results of a step as the mesh that ``jax.set_mesh`` has set wants them where its axes are ``Explicit``; nothing is copied.
+
+    Of arrays on a mesh of other axes or devices nothing is changed.
+    """
+    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types or any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return arrays
+    mesh = jax.sharding.get_mesh()
+
+    def wanted(sharding: Any) -> Any:
+        own = getattr(sharding, "mesh", None)
+        alike = own is not None and own.axis_names == mesh.axis_names and own.devices.shape == mesh.devices.shape
+        if not alike or (own.devices != mesh.devices).any():
+            return sharding
+        return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+    return jax.device_put(arrays, [wanted(x.sharding) for x in arrays])
 
 
 def laid_out(array: Any, order: Sequence[int], mesh: Any, spec: Any) -> Any:

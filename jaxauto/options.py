@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxauto.core import AxisLink, MeshAxes
 from jaxauto.errors import ArgumentError, TargetError
@@ -114,17 +115,20 @@ def mesh_axes(shape: Mapping[str, int], target: Target) -> MeshAxes:
 
 
 def device_mesh(axes: MeshAxes, mesh: Any, target: Target, *, here: bool) -> Any:
-    """jax.sharding.Mesh of the devices here, or an AbstractMesh when the target is elsewhere."""
-    if isinstance(mesh, Mesh):
-        return mesh
-    if not here:
-        return AbstractMesh(axes.sizes, axes.names)
-    devices = jax.devices()[: axes.num_devices]
-    if axes.num_devices == target.num_devices:
-        return Mesh(target.device_array(axes.sizes, devices), axes.names)
-    import numpy as np
+    """jax.sharding.Mesh of the devices here, or an AbstractMesh when the target is elsewhere; the compiler propagates along all axes.
 
-    return Mesh(np.array(devices).reshape(axes.sizes), axes.names)
+    Those of ``jax.make_mesh`` are ``Explicit`` unless it is told otherwise: along such axes types have shardings, and no pin is allowed.
+    """
+    along_all = (AxisType.Auto,) * len(axes.names)
+    if not isinstance(mesh, Mesh) and not here:
+        return AbstractMesh(axes.sizes, axes.names, axis_types=along_all)
+    if isinstance(mesh, Mesh):
+        devices = mesh.devices
+    elif axes.num_devices == target.num_devices:
+        devices = target.device_array(axes.sizes, jax.devices()[: axes.num_devices])
+    else:
+        devices = np.array(jax.devices()[: axes.num_devices]).reshape(axes.sizes)
+    return Mesh(devices, axes.names, axis_types=along_all)
 
 
 def is_here(target: Target, num_devices: int) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jaxauto import compat
 from jaxauto.errors import ArgumentError, PlanMismatchError
 
 
@@ -16,7 +17,7 @@ def put(leaves: Sequence[Any], shardings: Sequence[Any], paths: Sequence[str]) -
     Raises:
       ArgumentError: a leaf is a deleted (donated) array.
     """
-    moved, placed = [], list(leaves)
+    moved, typed, placed = [], [], list(leaves)
     for k, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         if isinstance(leaf, jax.Array):
             if leaf.is_deleted():
@@ -25,8 +26,13 @@ def put(leaves: Sequence[Any], shardings: Sequence[Any], paths: Sequence[str]) -
                     "Use the state that the step returned, or plan with donate_argnums=()."
                 )
             if leaf.sharding == sharding or leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+                typed += [k] if compat.is_typed(leaf.sharding) else []
                 continue
         moved.append(k)
+    if typed:  # the same memory, without a sharding in its type
+        arrays = jax.device_put([placed[k] for k in typed], [shardings[k] for k in typed])
+        for k, array in zip(typed, arrays, strict=True):
+            placed[k] = array
     if moved:  # a copy, never an alias: donating what is placed must not delete what the user holds
         apart = [_apart(placed[k], shardings[k]) for k in moved]
         arrays = jax.device_put(apart, [shardings[k] for k in moved], may_alias=False)
@@ -43,9 +49,12 @@ def _apart(leaf: Any, sharding: Any) -> Any:
 
 def init(plan: Any, init_fn: Callable, args: tuple) -> Any:
     """See ``Plan.init``."""
-    shape = jax.eval_shape(init_fn, *args)
-    shardings = _shardings_for(plan, shape)
-    return jax.jit(init_fn, out_shardings=shardings)(*args)
+    args = compat.untyped(args)
+    with compat.propagated():
+        shape = jax.eval_shape(init_fn, *args)
+        shardings = _shardings_for(plan, shape)
+        made, tree = jax.tree_util.tree_flatten(jax.jit(init_fn, out_shardings=shardings)(*args))
+    return jax.tree_util.tree_unflatten(tree, compat.typed(made))
 
 
 def _shardings_for(plan: Any, shape: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxauto import compat
 from jaxauto import place as _place
 from jaxauto.core import Decisions, Estimate, Graph
 from jaxauto.errors import ArgumentError, PlanMismatchError
@@ -158,12 +159,13 @@ class Plan:
         """The step on the plan's mesh: takes and returns what the step does."""
         return PlannedStep(self)
 
+    @compat.propagated()
     def lower(self) -> Any:
         """``jax.stages.Lowered`` of the planned step for the plan's own arguments; for the target's platform when it is elsewhere."""
         arguments = _with_shardings(self.in_avals, self.flat_in_shardings)
+        platform = {"gpu": "cuda"}.get(Target(self.target).chip.platform, Target(self.target).chip.platform)
         if self.is_here:
             return self._flat_jit.lower(*arguments)
-        platform = {"gpu": "cuda"}.get(Target(self.target).chip.platform, Target(self.target).chip.platform)
         return self._flat_jit.trace(*arguments).lower(lowering_platforms=(platform,))
 
     def compile(self) -> Any:
@@ -211,7 +213,7 @@ class Plan:
         """
         self.require_here("nothing can be placed on them")
         leaves = self.check(args, {})
-        placed = _place.put(leaves, self.flat_in_shardings, self.in_paths)
+        placed = compat.typed(_place.put(leaves, self.flat_in_shardings, self.in_paths))
         return jax.tree_util.tree_unflatten(self._bound().traced.in_tree, placed)[0]
 
     def init(self, init_fn: Callable, *args: Any) -> Any:
@@ -330,7 +332,9 @@ class PlannedStep:
 
     def run(self, leaves: list) -> Any:
         """Run on placed leaves."""
-        return jax.tree_util.tree_unflatten(self.plan._bound().traced.out_tree, self.plan._flat_jit(*leaves))
+        with compat.propagated():
+            results = self.plan._flat_jit(*leaves)
+        return jax.tree_util.tree_unflatten(self.plan._bound().traced.out_tree, compat.typed(list(results)))
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:

@@ -81,6 +81,7 @@ class Solved:
         return self.found.best
 
 
+@compat.propagated()
 def make_plan(fun: Callable, args: tuple, kwargs: dict, options: Options) -> Plan:
     """Plan ``fun(*args, **kwargs)``; static arguments are bound already. See ``jaxauto.plan``."""
     with Progress(options.progress) as progress, _no_garbage():

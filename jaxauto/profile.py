@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxauto import frontend
+from jaxauto import compat, frontend
 from jaxauto.core import MATRIX, Graph, Literal, Node
 from jaxauto.cost.compute import bytes_per_flop, flops_per_second, ops_per_byte
 from jaxauto.cost.fusion import find_buffers
@@ -170,6 +170,7 @@ def _folded(title: str, table: Table) -> str:
     return f"<details><summary>{html.escape(title)}</summary>{table._repr_html_()}</details>"
 
 
+@compat.propagated()
 def profile(
     fn: Callable,
     *args: Any,

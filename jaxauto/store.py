@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jaxauto import frontend
+from jaxauto import compat, frontend
 from jaxauto.core import Collective, Decisions, Estimate, Graph, Trips
 from jaxauto.errors import ArgumentError, PlanMismatchError
 from jaxauto.export import export
@@ -239,6 +239,7 @@ def _to_estimate(data: Mapping[str, Any]) -> Estimate:
 # ------------------------------------------------------------------------------------------------------------------ binding
 
 
+@compat.propagated()
 def bind(plan: Plan, step: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Plan:
     """``plan`` for ``step``: the arguments are compared leaf by leaf, then the step is traced and its program compared.
 

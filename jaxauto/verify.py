@@ -182,6 +182,7 @@ def compile_ahead(plan: Any, timeout: float) -> Compilation:
     return Compilation(result.compiler, result.text, memory, result.seconds)
 
 
+@compat.propagated()
 def verify(plan: Any, *, run: bool = False, steps: int = 3, timeout: float = 600.0) -> Verification:
     """See ``Plan.verify``.
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxauto
@@ -219,3 +221,41 @@ def test_a_plan_for_devices_that_are_elsewhere_is_complete_but_does_not_run():
     for call in (lambda: plan.jit()(init(jax.random.key(0)), make_batch()), lambda: plan.place(*abstract()), plan.compile):
         with pytest.raises(jaxauto.ArgumentError, match="the plan is for v5e:2x4, whose devices are not here"):
             call()
+
+
+def explicit_mesh():
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("inside", [False, True], ids=["passed", "set"])
+def test_a_mesh_whose_axes_are_explicit(inside):
+    """What ``jax.make_mesh`` makes unless it is told otherwise: steps have pins, which such axes do not allow."""
+    mesh, state, batch = explicit_mesh(), init(jax.random.key(0)), make_batch()
+    want, _ = train_step(*jax.tree.map(jnp.asarray, train_step(state, batch)[:1]), batch)
+    step = jaxauto.auto_shard(mesh=mesh, progress=False)(train_step)
+    with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
+        state, _ = step(state, batch)
+        state, metrics = step(state, batch)
+        assert np.isfinite(2 * metrics["loss"]), "results are of the mesh that is set"
+        plan = step.plans[-1]
+        plan.lower()
+        (placed, _), made = plan.place(state, batch), plan.init(init, jax.random.key(1))
+        assert {x.sharding.mesh.axis_types for x in jax.tree.leaves((placed, made, state))} == {
+            (AxisType.Explicit if inside else AxisType.Auto,) * 2
+        }
+        for x, y in zip(jax.tree.leaves(want), jax.tree.leaves(state), strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+        step(placed, batch)
+
+
+def test_arrays_that_are_on_explicit_axes_where_the_plan_wants_them():
+    mesh, state, batch = explicit_mesh(), init(jax.random.key(0)), make_batch()
+    step = jaxauto.auto_shard(mesh=mesh, progress=False)(train_step)
+    plan = step.plan(state, batch)
+    there = [NamedSharding(mesh, sharding.spec) for sharding in plan.flat_in_shardings]
+    leaves, tree = jax.tree.flatten((state, batch))
+    placed = jax.tree.unflatten(tree, [jax.device_put(x, s, may_alias=False) for x, s in zip(leaves, there, strict=True)])
+    want = jax.tree.leaves(train_step(state, batch))
+    for x, y in zip(want, jax.tree.leaves(step(*placed)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxauto.aot import abstract_mesh
 from jaxauto.core import Decisions
 from jaxauto.graph import build, walk
 from jaxauto.rewrite.apply import apply
@@ -124,7 +125,7 @@ def test_what_could_be_exchanged_and_was_not_is_told_its_layout(fun):
     assert [graph.values[x].shape for x in sorted(found)] == ([(4, 33)] if fun is wide else [(4, 3)] if fun in (read_twice, kept) else [])
     whole, split = (Decisions(dict.fromkeys(found, sharding)) for sharding in (((), ()), ((), ("data",))))
     for platform, devices, decisions in [("tpu", 3, whole), ("tpu", 3, split), ("tpu", 1, whole), ("gpu", 3, whole), ("cpu", 3, whole)]:
-        mesh = jax.sharding.AbstractMesh((devices,), ("data",))
+        mesh = abstract_mesh((devices,), ("data",))
         text = str(jax.make_jaxpr(apply(graph, decisions, mesh, platform))(*args))
         assert text.count("layout_constraint") == len(found) * (platform == "tpu" and devices > 1)
 
@@ -152,7 +153,7 @@ def test_a_gradient_whose_axes_leave_another_dimension_than_the_first_is_told_it
     (gradient,) = [x for node in graph.nodes if node.prim == "scatter-add" and node.backward for x in node.outputs]
     decisions = Decisions({gradient: there}, made={gradient: here})
     for platform, devices in [("tpu", 2), ("tpu", 1), ("gpu", 2)]:
-        mesh = jax.sharding.AbstractMesh((devices,), ("data",))
+        mesh = abstract_mesh((devices,), ("data",))
         text = str(jax.make_jaxpr(apply(graph, decisions, mesh, platform))(*args))
         assert text.count("layout_constraint") == (told and platform == "tpu" and devices > 1)
 
@@ -166,5 +167,5 @@ def test_what_the_backward_pass_reads_on_is_not_told_its_layout():
     dots = [node for node in graph.nodes if node.prim == "dot_general" and node.backward]
     (cotangent,) = [x for node in dots for x in node.outputs if graph.values[x].shape == (4, 8)]
     decisions = Decisions({cotangent: ((), ())}, made={cotangent: ((), ("data",))})
-    mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    mesh = abstract_mesh((2,), ("data",))
     assert "layout_constraint" not in str(jax.make_jaxpr(apply(graph, decisions, mesh, "tpu"))(*args))
