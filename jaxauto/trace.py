@@ -108,6 +108,11 @@ def _trace_message(fun: Callable, error: Exception, in_paths, in_avals) -> str:
     ]
     abstract_args = ", ".join(named[:3] or [f"{p} ({a.dtype}{list(a.shape)})" for p, a in list(zip(in_paths, in_avals, strict=True))[:6]])
     more = "" if named or len(in_paths) <= 6 else f" and {len(in_paths) - 6} more"
+    if "context mesh" in text and "Explicit" in text:
+        return (
+            f"{name} cannot be traced: it reads an array that lies on a mesh whose axes are Explicit and is no argument. "
+            f"Make it an argument, or the mesh with axis_types=(jax.sharding.AxisType.Auto, …). {type(error).__name__}: {text}"
+        )
     return (
         f"{name} cannot be traced: {type(error).__name__}: {text}\n"
         f"Abstract while tracing were the arguments {abstract_args}{more}; "

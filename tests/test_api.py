@@ -259,3 +259,11 @@ def test_arrays_that_are_on_explicit_axes_where_the_plan_wants_them():
     want = jax.tree.leaves(train_step(state, batch))
     for x, y in zip(want, jax.tree.leaves(step(*placed)), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_an_array_on_explicit_axes_that_the_step_reads_and_is_not_given():
+    mesh = explicit_mesh()
+    with jax.set_mesh(mesh):
+        table = jnp.ones(8)
+        with pytest.raises(jaxauto.errors.TraceError, match=r"(?s)axes are Explicit and is no argument.*AxisType\.Auto"):
+            jaxauto.plan(lambda x: x * table, jnp.ones(8), mesh=mesh, progress=False)
