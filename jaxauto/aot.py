@@ -22,9 +22,10 @@ from dataclasses import dataclass, field
 from typing import BinaryIO, cast
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxauto import compat
+from jaxauto.compat import abstract_mesh
 from jaxauto.errors import JaxAutoError
 from jaxauto.targets import worker
 from jaxauto.targets.compilers import GPU_ENVIRONMENT, TPU_ENVIRONMENT, compiler_for, memory_limit, require_compiler
@@ -80,11 +81,6 @@ class CompilerOutOfMemory(CompilerFailure):
 
 
 # ------------------------------------------------------------------------------------------------------------ lowering
-
-
-def abstract_mesh(mesh_shape: Sequence[int], axis_names: Sequence[str]) -> AbstractMesh:
-    """A mesh without devices, its axes left to the compiler's propagation, for shardings in a program lowered here."""
-    return AbstractMesh(tuple(mesh_shape), tuple(axis_names), axis_types=(AxisType.Auto,) * len(tuple(axis_names)))
 
 
 @compat.propagated()

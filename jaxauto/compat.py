@@ -221,6 +221,16 @@ def transferred(array: Any, kind: str) -> Any:
     return jax.device_put(array, jax.memory.Space.Host if kind == "pinned_host" else jax.memory.Space.Device)
 
 
+def abstract_mesh(mesh_shape: Sequence[int], axis_names: Sequence[str]) -> AbstractMesh:
+    """A mesh without devices, its axes left to the compiler's propagation."""
+    return AbstractMesh(tuple(mesh_shape), tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
+
+
+def device_mesh(devices: Any, axis_names: Sequence[str]) -> Mesh:
+    """A mesh of an array of devices, its axes left to the compiler's propagation."""
+    return Mesh(devices, tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
+
+
 @contextlib.contextmanager
 def propagated() -> Iterator[None]:
     """Within it no axis of the mesh that ``jax.set_mesh`` has set is ``Explicit``: types have no shardings, and pins are allowed."""
@@ -228,8 +238,7 @@ def propagated() -> Iterator[None]:
     if AxisType.Explicit not in mesh.axis_types:
         yield
         return
-    alike = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    with jax.sharding.use_abstract_mesh(alike):
+    with jax.sharding.use_abstract_mesh(abstract_mesh(mesh.axis_sizes, mesh.axis_names)):
         yield
 
 
@@ -244,7 +253,7 @@ def untyped(tree: Any) -> Any:
     def own(x: Any) -> Any:
         if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not is_typed(sharding := x.sharding):
             return x
-        mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names, axis_types=(AxisType.Auto,) * len(sharding.mesh.axis_names))
+        mesh = device_mesh(sharding.mesh.devices, sharding.mesh.axis_names)
         return jax.device_put(x, NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind))
 
     return jax.tree.map(own, tree)

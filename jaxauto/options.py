@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 
+from jaxauto import compat
 from jaxauto.core import AxisLink, MeshAxes
 from jaxauto.errors import ArgumentError, TargetError
 from jaxauto.targets.target import Target, resolve
@@ -119,16 +120,15 @@ def device_mesh(axes: MeshAxes, mesh: Any, target: Target, *, here: bool) -> Any
 
     Those of ``jax.make_mesh`` are ``Explicit`` unless it is told otherwise: along such axes types have shardings, and no pin is allowed.
     """
-    along_all = (AxisType.Auto,) * len(axes.names)
     if not isinstance(mesh, Mesh) and not here:
-        return AbstractMesh(axes.sizes, axes.names, axis_types=along_all)
+        return compat.abstract_mesh(axes.sizes, axes.names)
     if isinstance(mesh, Mesh):
         devices = mesh.devices
     elif axes.num_devices == target.num_devices:
         devices = target.device_array(axes.sizes, jax.devices()[: axes.num_devices])
     else:
         devices = np.array(jax.devices()[: axes.num_devices]).reshape(axes.sizes)
-    return Mesh(devices, axes.names, axis_types=along_all)
+    return compat.device_mesh(devices, axes.names)
 
 
 def is_here(target: Target, num_devices: int) -> bool:

@@ -10,13 +10,14 @@ scripts/results/turned.md); what is scattered beside the dot has it anyway.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax import lax
 
 from jaxauto import compat
-from jaxauto.core import Graph
+from jaxauto.core import Graph, Node
 
 _WIDE = 8  # cotangent's elements for each of the other operand
 
@@ -33,7 +34,8 @@ def swaps(jaxpr: Any) -> dict[int, Any]:
     reads.update(v for v in jaxpr.outvars if not isinstance(v, compat.JaxLiteral))
     dots = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"}
     transposes = [e for e in jaxpr.eqns if e.primitive.name == "transpose" and not isinstance(e.invars[0], compat.JaxLiteral)]
-    back = Counter(e.invars[0] for e in transposes)
+    order = {e.outvars[0]: e.params["permutation"] for e in transposes}
+    back = Counter(e.invars[0] for e in transposes if e.invars[0] in order and _turns_back(order[e.invars[0]], e.params["permutation"]))
     found = {}
     for eqn in transposes:
         dot, (made,) = dots.get(eqn.invars[0]), eqn.outvars
@@ -41,6 +43,11 @@ def swaps(jaxpr: Any) -> dict[int, Any]:
         if dot is not None and alone and _exchangeable(dot, eqn):
             found[id(dot)] = eqn
     return found
+
+
+def _turns_back(first: Sequence[int], second: Sequence[int]) -> bool:
+    """Whether dimensions are in their order again after two transpositions."""
+    return all(first[d] == k for k, d in enumerate(second))
 
 
 def _exchangeable(dot: Any, transpose: Any) -> bool:
@@ -71,5 +78,9 @@ def turned(graph: Graph) -> set[int]:
     """Transposes, of the straight program, of dots that could be exchanged and were not, unless what reads them turns them back."""
     made = {x: node for node in graph.nodes if node.prim == "dot_general" for x in node.outputs}
     found = ((node, made[x]) for node in graph.nodes if node.prim == "transpose" and isinstance(x := node.inputs[0], int) and x in made)
-    told = {node.outputs[0] for node, dot in found if tuple(node.params["permutation"]) == _exchanged(dot.eqn)}
-    return {x for x in told if x in graph.outputs or any(user.prim != "transpose" for user in graph.values[x].users)}
+    told = {node.outputs[0]: node for node, dot in found if tuple(node.params["permutation"]) == _exchanged(dot.eqn)}
+
+    def is_back(user: Node, node: Node) -> bool:
+        return user.prim == "transpose" and _turns_back(node.params["permutation"], user.params["permutation"])
+
+    return {x for x, node in told.items() if x in graph.outputs or not all(is_back(user, node) for user in graph.values[x].users)}

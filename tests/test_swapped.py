@@ -79,6 +79,14 @@ def wide_turned_back(a, b):
 NOT_SWAPPED = [read_twice, kept, otherwise_turned, not_turned, wide, turned_back, wide_turned_back]
 
 
+def test_what_is_turned_on_and_not_back_is_swapped():
+    def fun(a, b):
+        return jax.lax.dot_general(a, b, (((1,), (1,)), ((0,), (0,)))).transpose(0, 2, 1).transpose(1, 0, 2)
+
+    closed = jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in (LEFT, RIGHT)))
+    assert str(closed).count("transpose[") == 2 and prims(closed) == ["dot_general", "transpose"]
+
+
 def prims(closed):
     return [node.prim for node in walk(build(closed)) if node.prim in ("dot_general", "transpose")]
 

@@ -254,7 +254,7 @@ def passed_edges(model: Model) -> list[tuple[Edge, int, int]]:
     return list(found.values())
 
 
-_Made = tuple[int, int | None, tuple[int, ...]]  # node that makes something, where, and what
+_Made = tuple[int, int | None, tuple[int, ...]]  # node that makes something (-1: a trip brings it in), where, and what
 
 
 def _copies(model: Model, readers: Mapping[int, tuple[int, int]]) -> dict[int, list[_Made]]:
@@ -265,17 +265,17 @@ def _copies(model: Model, readers: Mapping[int, tuple[int, int]]) -> dict[int, l
     rewritten, values, position = model.variant.rewritten, model.values, model.buffers.position
     found: dict[int, list[_Made]] = {}
 
-    def written(number: int, node: Node | None) -> int | None:
+    def narrowed_by(number: int) -> int | None:
         made = values[rewritten.origin.get(number, number)].producer
-        return made.id if made is not None and made.id in model.narrowing else node.id if node is not None else None
+        return made.id if made is not None and made.id in model.narrowing else None
 
     for node in walk(rewritten.graph):
         for x in (x for body in node.bodies for x in body.inputs if x in readers):
-            if (of := written(x, None)) is not None:
+            if (of := narrowed_by(x)) is not None:
                 found.setdefault(of, []).append((-1, readers[x][0], (x,)))
-        of = written(node.outputs[0], node) if node.outputs else node.id
-        if of is not None and (of == node.id or node.prim == "convert_element_type"):
-            found.setdefault(of, []).append((node.id, position.get(node.id), node.outputs))
+        of = narrowed_by(node.outputs[0]) if node.outputs else None
+        if of in (None, node.id) or node.prim == "convert_element_type":
+            found.setdefault(node.id if of is None else of, []).append((node.id, position.get(node.id), node.outputs))
     return found
 
 
