@@ -42,7 +42,7 @@ def measure(model: str, sharding: str, setting: str) -> tuple[float, list[tuple[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(map(str, range(bench_accuracy.GENERATED))))
+    parser.add_argument("--models", default=",".join(map(str, bench_accuracy.SEEDS["generated"])))
     parser.add_argument("--out", type=Path, default=HERE / "results" / "merged_dots.md")
     options = parser.parse_args()
     head = ["# Dots that XLA:GPU merges", "", f"Made by scripts/bench_merged_dots.py; jax {jax.__version__}."]
