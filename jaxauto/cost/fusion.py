@@ -175,6 +175,7 @@ class _Fusion:
             held=self.clusters.held if self.clusters else {},
             beside=self.beside,
             in_tuple=in_tuple,
+            copies=frozenset(n for n in self.start if self.rounded and n not in fixed and self.rounded.is_copy(self.values[n])),
         )
 
     def bytes_of(self, fixed: set[int], number: int) -> float:
@@ -209,7 +210,7 @@ class _Fusion:
                     if self.clusters:
                         self.clusters.use(self.roots(x) | ({x} & self.start.keys()))
                     if kind in OPERATIONS:
-                        self.keep_alive(x, self.clock)
+                        self.read_array(node, x)
                         if self.rounded:
                             self.rounded.passed |= self.roots(x)
                         if self.clusters and (made_of := self.virtual.get(x, self.made_twice.get(x))) is not None:
@@ -274,6 +275,8 @@ class _Fusion:
             self.virtual[number] = frozenset((narrow,))
         elif wanted or fans_out:
             self.keep(node, number, roots if kind not in _READS else None, wanted=wanted)
+            if self.rounded and not fans_out and number not in self.costly and number not in outputs and self.rounded.is_made_again(value):
+                self.virtual[number] = roots
             if kind in OPERATIONS:
                 self.unwritten.add(number)
             if kind is Kind.SCATTER or node.prim == "dynamic_update_slice":
@@ -389,7 +392,7 @@ class _Fusion:
         return gathers and 0 < len(wanted) < len(value.users)
 
     def fans_out(self, value: Value, roots: frozenset[int]) -> bool:
-        if value.id in self.summed:
+        if value.id in self.summed or (self.rounded and self.rounded.is_part_of_a_power(value)):
             return True
         if len(value.users) < 2 or sum(self.clusters is None or self.kind(u) not in FUSING for u in value.users) < 2:
             return False
@@ -405,6 +408,13 @@ class _Fusion:
     def roots(self, number: int) -> frozenset[int]:
         made_of = self.virtual.get(number)
         return frozenset((number,)) if made_of is None else made_of
+
+    def read_array(self, node: Node, number: int) -> None:
+        """An operation reads a value, of which there is more than one array where fusions make it again."""
+        if self.rounded and number in self.virtual and number in self.start and self.rounded.reads(node, self.values[number]):
+            self.touch(number, self.clock)
+        else:
+            self.keep_alive(number, self.clock)
 
     def touch(self, number: int, at: int) -> None:
         if number in self.start:

@@ -46,6 +46,7 @@ class Buffers:
       read_at: node id → the values that fused equations read from HBM where the node writes its result. Slices and constants of a loop
         go by their ids in the body. stored: all values that get a buffer written, those that reuse a donated input too.
       in_tuple: values that are one of several results of a fusion, as far as is known.
+      copies: values written in the form in which dots read them, on CPU.
     """
 
     ids: np.ndarray
@@ -64,6 +65,7 @@ class Buffers:
     held: dict[int, tuple[int, ...]] = field(default_factory=dict)
     beside: dict[int, Beside] = field(default_factory=dict)
     in_tuple: frozenset[int] = frozenset()
+    copies: frozenset[int] = frozenset()
 
 
 def take_over(

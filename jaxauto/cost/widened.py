@@ -28,6 +28,7 @@ from jaxauto.masks import hashes
 
 NARROW = frozenset({"bfloat16", "float16"})
 WIDE = 4  # bytes
+_ELEMENTWISE = frozenset({Kind.CHEAP, Kind.EXPENSIVE})
 _STEP = 32  # elements that one step of a reduction reduces (tree_reduction_rewriter.cc)
 
 
@@ -53,7 +54,7 @@ class Rounded:
     def _stays_wide(self, value: Value, readers: float) -> bool:
         if value.producer is not None and self.kind_of(value.producer) in MATRIX:
             return (readers <= 1 and value.id not in self.passed) or self.is_wide_alone(value)
-        return any(map(_widens, value.users)) or self._is_copied_alone(value)
+        return any(map(_widens, value.users)) or self._is_read_in_one_order(value.users, value.id)
 
     def is_wide_alone(self, value: Value) -> bool:
         """Whether all that read the result of a dot widen it, also past a barrier: the select there rounds it as it reads it."""
@@ -69,10 +70,35 @@ class Rounded:
             else:
                 yield user
 
-    def _is_copied_alone(self, value: Value) -> bool:
-        """Whether dots alone read a value, all in one order."""
-        orders = {order(u, k) for u in value.users for k, x in enumerate(u.inputs) if x == value.id}
-        return len(orders) == 1 and all(self.kind_of(u) in MATRIX for u in value.users)
+    def is_copy(self, value: Value) -> bool:
+        """Whether a value is written as the copy that dots read: made elementwise, for them alone, or anew for each of the others."""
+        made = value.producer
+        if made is None or self.kind_of(made) not in _ELEMENTWISE:
+            return False
+        again = self.is_made_again(value)
+        return self._is_read_in_one_order([u for u in value.users if not again or self.kind_of(u) in MATRIX], value.id)
+
+    def is_part_of_a_power(self, value: Value) -> bool:
+        """Whether a square is rounded for a higher power of the same too, which is made of it (the derivative of a GELU's cube)."""
+        made = value.producer
+        if made is None or _power(made) != 2 or not is_narrow(value) or not isinstance(of := made.inputs[0], int):
+            return False
+        return any(_power(user) > 2 for user in self.values[of].users)
+
+    def is_made_again(self, value: Value) -> bool:
+        """Whether each fusion that reads a value makes it for itself, a copy in another order too."""
+        made = value.producer
+        return made is not None and self.kind_of(made) is Kind.CHEAP and not self.is_made_once(made, value)
+
+    def reads(self, node: Node, value: Value) -> bool:
+        """Whether an operation reads the array that is written of a value, not a copy in another order that is made for it."""
+        places = [k for k, x in enumerate(node.inputs) if x == value.id]
+        return self.is_copy(value) or self.kind_of(node) not in MATRIX or any(order(node, k) == () for k in places)
+
+    def _is_read_in_one_order(self, users: list[Node], number: int) -> bool:
+        """Whether all of ``users`` are dots that read a value in one order."""
+        orders = {order(u, k) for u in users if self.kind_of(u) in MATRIX for k, x in enumerate(u.inputs) if x == number}
+        return len(orders) == 1 and all(self.kind_of(u) in MATRIX for u in users)
 
 
 def is_narrow(value: Value) -> bool:
@@ -104,6 +130,10 @@ def is_in_steps(node: Node) -> bool:
     """Whether a reduction reads an array that is made for it."""
     shape = node.eqn.invars[0].aval.shape if node.prim.startswith("reduce_") else ()
     return any(shape[d] > _STEP for d in node.params.get("axes", ()) if shape)
+
+
+def _power(node: Node) -> int:
+    return 2 if node.prim == "square" else node.params.get("y", 0) if node.prim == "integer_pow" else 0
 
 
 def _widens(node: Node) -> bool:
@@ -141,6 +171,8 @@ def beside_dots(dots: Iterable[Node], values: Mapping[int, Value], buffers: Buff
     for node, at in placed:
         for k, x in enumerate(node.inputs):
             if (number := view(x)) not in sizes:
+                continue
+            if number in buffers.copies:
                 continue
             key = number, (wanted := order(node, k))
             if wanted or (is_narrow(values[x]) and sizes[number] < WIDE * values[number].elements):

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxauto
-from jaxauto.cost.widened import order
+from jaxauto.cost.widened import beside_dots, order
 from jaxauto.verify import compile_ahead
 
 from .test_fusion import buffers_of, made_by
@@ -79,6 +79,44 @@ def test_orders(equation, shapes, orders):
     node = next(n for n in graph.nodes if n.prim == "dot_general")
     straight = node.eqn.invars[0].aval.shape == shapes[0]  # einsum swaps some
     assert tuple(order(node, k) for k in (range(2) if straight else (1, 0))) == orders
+
+
+ROWS = jax.ShapeDtypeStruct((4, 32, WIDTH), jnp.float32)
+
+
+@pytest.mark.parametrize(("made", "again"), [(jax.nn.relu, True), (jnp.tanh, False)])
+def test_what_is_cheap_is_made_again_for_a_dot_that_wants_another_order(made, again):
+    def fn(x, w):
+        h = made(x @ w)
+        straight = h @ w
+        return jnp.einsum("abi,abj->ij", h, jnp.sin(straight))
+
+    graph, buffers = buffers_of(fn, ROWS, WIDE, platform="cpu")
+    dots = [n for n in graph.nodes if n.prim == "dot_general"]
+    value = dots[1].inputs[0]
+    ends = dict(zip(buffers.ids.tolist(), buffers.end.tolist(), strict=True))
+    straight, turned = (buffers.position[dot.id] for dot in dots[1:])
+    assert ends[value] == (straight if again else turned)
+    assert (ends[dots[0].outputs[0]] >= turned) == again, "what it is made of is read then"
+
+
+@pytest.mark.parametrize(("make", "copies"), [(lambda x: 2 * x, 0), (lambda x: x, 1)])
+def test_what_dots_alone_read_is_written_in_their_order(make, copies):
+    graph, buffers = buffers_of(lambda x, y: jnp.einsum("abi,abj->ij", make(x), y), ROWS, ROWS, platform="cpu")
+    dots = [n for n in graph.nodes if n.prim == "dot_general"]
+    found, _ = beside_dots(dots, graph.values, buffers, lambda x: x)
+    assert len(found) == copies
+
+
+@pytest.mark.parametrize(("power", "kept"), [(3, True), (2, False)])
+def test_a_square_is_kept_for_a_cube_of_the_same(power, kept):
+    def fn(x):
+        h = x @ x
+        return (h**power) @ x, jnp.sum((3 * h**2).astype(jnp.float32))  # and its derivative
+
+    graph, buffers = buffers_of(fn, NARROW, platform="cpu")
+    squares = [n.outputs[0] for n in graph.nodes if n.prim in ("integer_pow", "square") and n.params.get("y", 2) == 2]
+    assert (squares[-1] in buffers.ids.tolist()) == kept
 
 
 def step_of(loss):
