@@ -276,7 +276,7 @@ class _Order:
         if not self.habits.strays or not node.backward or node.prim not in _WRITTEN or not self.waits.isdisjoint(read):
             return []
         tie = cotangent_at(self.program, self.graph, place, self.phase, self.readers, self.position, self.ripe)
-        if not read or tie is None or self.values[tie].nbytes > self.values[node.outputs[0]].nbytes:
+        if not read or tie is None or self.program.values[tie].nbytes > self.values[node.outputs[0]].nbytes:
             return []  # what passes a barrier is written for it
         return [min(read, key=lambda x: self.values[x].nbytes), tie]
 
