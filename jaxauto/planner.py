@@ -214,7 +214,7 @@ def searched(
 
 def _remat(step: Step, meshes: Sequence[MeshAxes], target: Target, options: Options) -> Remat:
     devices, movable = max(mesh.num_devices for mesh in meshes), step.movable if options.remat == "offload" else None
-    return Remat(step.graph, step.groups, step.aliased, target.chip, devices=devices, movable=movable)
+    return Remat(step.graph, step.groups, step.aliased, target.chip, devices=devices, movable=movable, late_only=step.late_only)
 
 
 def _name(mesh: MeshAxes) -> str:

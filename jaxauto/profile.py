@@ -224,7 +224,7 @@ def _program(traced: Traced, chip: Any) -> Profiled:
     rules = {node.id: rule_for(node.eqn) for node in walk(graph) if not node.bodies}
     platform, *rates = (_PLATFORM,) if chip is None else (chip.platform, bytes_per_flop(chip), ops_per_byte(chip))
     aliased = aliased_outputs(traced, graph)
-    buffers = find_buffers(graph, rules, aliased, platform, *rates)
+    buffers = find_buffers(graph, rules, aliased, platform, *rates, held=graph)
     padded = (lambda _: 1.0) if chip is None or not chip.tile else _padding(traced, graph, chip)
     sizes = buffers.bytes_ * np.array([padded(int(n)) for n in buffers.ids])
     placed = place(graph, rules, buffers, sizes, chip, 1) if chip is not None and chip.vmem_bytes else None

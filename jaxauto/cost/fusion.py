@@ -17,12 +17,14 @@ What only the optimizer does is scheduled as soon as its gradient is there, as s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
 
 from jaxauto.core import OPERATIONS, Graph, Kind, Link, LinkKind, Node, OpRule, Value
 from jaxauto.cost.clusters import FUSING, Clusters
+from jaxauto.cost.depth_first import Written, depth_first
 from jaxauto.cost.kernels import Kernels
 from jaxauto.cost.liveness import Beside, Buffers, fill_early, fill_together, take_over
 from jaxauto.cost.order import in_donated, schedule, short_sums
@@ -68,6 +70,7 @@ def find_buffers(
     ops_per_byte: float = 0.0,
     *,
     devices: int = 1,
+    held: Graph | None = None,
 ) -> Buffers:
     """The buffers of a program.
 
@@ -79,14 +82,32 @@ def find_buffers(
       bytes_per_flop: what HBM moves while the matrix unit does one flop.
       ops_per_byte: what the vector unit does while HBM moves a byte.
       devices: that the program is spread over; on one, no gradient is summed before the optimizer has it.
+      held: on CPU, ``graph`` as the compiler is given it, with barriers that hold it to an order; None: it keeps to that of ``graph``.
     """
-    return _Fusion(graph, rules, aliased, platform, bytes_per_flop, ops_per_byte, devices).run()
+    make = partial(_Fusion, graph, rules, aliased, platform, bytes_per_flop, ops_per_byte, devices)
+    first = make()
+    buffers = first.run()
+    if held is None or first.rounded is None:
+        return buffers
+    written = frozenset(first.start)
+    again = written & first.virtual.keys()
+    order = depth_first(held, Written(written, again, first.reads_array, first.rounded.made_of))
+    return make(order).run()
 
 
 class _Fusion:
     def __init__(
-        self, graph: Graph, rules: dict[int, OpRule], aliased: frozenset[int], platform: str, rate: float, vector_rate: float, devices: int
+        self,
+        graph: Graph,
+        rules: dict[int, OpRule],
+        aliased: frozenset[int],
+        platform: str,
+        rate: float,
+        vector_rate: float,
+        devices: int,
+        order: Mapping[int, int] | None = None,
     ):
+        """``order``: node → place among those of its graph; None: see ``schedule``."""
         self.graph, self.rules, self.aliased = graph, rules, aliased
         self.made_once = MADE_ONCE[platform]
         self.platform, self.ops_per_byte, self.alone = platform, vector_rate, devices == 1
@@ -118,6 +139,7 @@ class _Fusion:
         self.beside: dict[int, Beside] = {}
         self.shared: dict[int, set[int]] = {}  # value → what its kernel reads for others too
         self.in_place: set[int] = set()  # shares another buffer's memory from the start
+        self.order = order
         self.clock = 0
         self.kinds = {node.id: self._kind(node) for node in walk(graph)}
         self.unwritten = {*graph.inputs, *graph.consts}
@@ -189,9 +211,7 @@ class _Fusion:
         return self.rounded.bytes_of(value, self.reads.get(number, 0)) if self.rounded and not keeps else value.nbytes
 
     def visit(self, graph: Graph, outputs: set[int], loose: set[int]) -> None:
-        reads = (lambda node: self.kind(node) in _READS) if self.clusters else None
-        delayed = self.delayed if self.kernels or graph is not self.graph else None
-        for node in schedule(graph, reads, delayed, loose, alone=self.alone):
+        for node in self.ordered(graph, loose):
             if node.bodies:
                 self.loop(node)
                 continue
@@ -222,6 +242,14 @@ class _Fusion:
                         self.read_at.setdefault(node.id, []).extend(self.roots(x))
             for number in node.outputs:
                 self.define(node, number, kind, outputs)
+
+    def ordered(self, graph: Graph, loose: set[int]) -> list[Node]:
+        """The nodes of a graph as they run."""
+        if (order := self.order) is not None:
+            return sorted(graph.nodes, key=lambda node: order[node.id])
+        reads = (lambda node: self.kind(node) in _READS) if self.clusters else None
+        delayed = self.delayed if self.kernels or graph is not self.graph else None
+        return schedule(graph, reads, delayed, loose, alone=self.alone)
 
     def pass_barrier(self, node: Node) -> None:
         """What passes is in memory, and stays where it is."""
@@ -274,9 +302,7 @@ class _Fusion:
             self.keep(node, narrow, made_of)
             self.virtual[number] = frozenset((narrow,))
         elif wanted or fans_out:
-            self.keep(node, number, roots if kind not in _READS else None, wanted=wanted)
-            if self.rounded and not fans_out and number not in self.costly and number not in outputs and self.rounded.is_made_again(value):
-                self.virtual[number] = roots
+            self.keep(node, number, roots if kind not in _READS else None, wanted=wanted, returned=number in outputs)
             if kind in OPERATIONS:
                 self.unwritten.add(number)
             if kind is Kind.SCATTER or node.prim == "dynamic_update_slice":
@@ -314,8 +340,11 @@ class _Fusion:
                 return x
         return None
 
-    def keep(self, node: Node, number: int, roots: frozenset[int] | None, *, wanted: bool = True) -> None:
-        """Give a value a buffer; ``roots``: what a fused one is made of; ``wanted``: by others than fused equations."""
+    def keep(self, node: Node, number: int, roots: frozenset[int] | None, *, wanted: bool = True, returned: bool = False) -> None:
+        """Give a value a buffer.
+
+        ``roots``: what a fused one is made of; ``wanted``: by others than fused equations; ``returned``: from its graph.
+        """
         if roots is not None:
             for root in roots:
                 self.touch(root, self.clock) if self.clusters or self.kernels else self.read_root(root, self.clock)
@@ -325,6 +354,9 @@ class _Fusion:
             if self.kernels:
                 self.kernels.store(number, roots, self.clock, wanted=wanted, stacked=number in self.in_place)
             self.read_at.setdefault(node.id, []).extend(roots)
+            value = self.values[number]
+            if self.rounded and not returned and not self.fans_out(value, roots) and self.rounded.makes_again(value):
+                self.virtual[number] = roots
         self.start[number] = self.clock
         self.last[number] = self.clock
 
@@ -415,6 +447,12 @@ class _Fusion:
             self.touch(number, self.clock)
         else:
             self.keep_alive(number, self.clock)
+
+    def reads_array(self, node: Node, number: int) -> bool:
+        """Whether an operation reads the array that is written of a value which fused readers make for themselves."""
+        if self.kind(node) not in OPERATIONS:
+            return is_in_steps(node)
+        return self.rounded is not None and self.rounded.reads(node, self.values[number])
 
     def touch(self, number: int, at: int) -> None:
         if number in self.start:

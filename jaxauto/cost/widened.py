@@ -29,15 +29,23 @@ from jaxauto.masks import hashes
 NARROW = frozenset({"bfloat16", "float16"})
 WIDE = 4  # bytes
 _ELEMENTWISE = frozenset({Kind.CHEAP, Kind.EXPENSIVE})
+_ALONE = MATRIX | _ELEMENTWISE | {Kind.VIEW, Kind.MOVE, Kind.REDUCE}  # what reads a copy of its own, or makes what it reads
 _STEP = 32  # elements that one step of a reduction reduces (tree_reduction_rewriter.cc)
 
 
 class Rounded:
-    """The choices of one program. ``passed``: values that dots and other operations read as arrays."""
+    """The choices of one program.
+
+    Attributes:
+      passed: values that dots and other operations read as arrays. again: those that every fusion makes for itself.
+      made_of: powers → the squares that they are made of.
+    """
 
     def __init__(self, kind_of: Callable[[Node], Kind], values: Mapping[int, Value]):
         self.kind_of, self.values = kind_of, values
         self.passed: set[int] = set()
+        self.again: set[int] = set()
+        self.made_of: dict[int, tuple[int, ...]] = {}
 
     def bytes_of(self, value: Value, readers: float) -> float:
         """Bytes of a value's buffer, of no argument's, result's or loop's; ``readers``: fused equations that read it."""
@@ -75,7 +83,7 @@ class Rounded:
         made = value.producer
         if made is None or self.kind_of(made) not in _ELEMENTWISE:
             return False
-        again = self.is_made_again(value)
+        again = value.id in self.again
         return self._is_read_in_one_order([u for u in value.users if not again or self.kind_of(u) in MATRIX], value.id)
 
     def is_part_of_a_power(self, value: Value) -> bool:
@@ -83,12 +91,19 @@ class Rounded:
         made = value.producer
         if made is None or _power(made) != 2 or not is_narrow(value) or not isinstance(of := made.inputs[0], int):
             return False
-        return any(_power(user) > 2 for user in self.values[of].users)
+        higher = [user.outputs[0] for user in self.values[of].users if _power(user) > 2]
+        self.made_of.update(dict.fromkeys(higher, (value.id,)))
+        return bool(higher)
 
-    def is_made_again(self, value: Value) -> bool:
-        """Whether each fusion that reads a value makes it for itself, a copy in another order too."""
+    def makes_again(self, value: Value) -> bool:
+        """Whether each fusion that reads a value makes it for itself, a copy in another order too; from then on it is known."""
         made = value.producer
-        return made is not None and self.kind_of(made) is Kind.CHEAP and not self.is_made_once(made, value)
+        if made is None or self.kind_of(made) is not Kind.CHEAP or self.is_made_once(made, value):
+            return False
+        if not all(self.kind_of(u) in _ALONE and (u.backward or u.prim != "optimization_barrier") for u in value.users):
+            return False
+        self.again.add(value.id)
+        return True
 
     def reads(self, node: Node, value: Value) -> bool:
         """Whether an operation reads the array that is written of a value, not a copy in another order that is made for it."""
@@ -167,7 +182,7 @@ def beside_dots(dots: Iterable[Node], values: Mapping[int, Value], buffers: Buff
     sizes = {int(number): float(bytes_) for number, bytes_ in zip(buffers.ids, buffers.bytes_, strict=True)}
     found: dict[tuple, Copy] = {}
     read: dict[int, list[tuple]] = defaultdict(list)  # dot → the copies that it reads
-    placed = [(node, buffers.position[node.id]) for node in dots if node.id in buffers.position]
+    placed = sorted(((node, buffers.position[node.id]) for node in dots if node.id in buffers.position), key=lambda pair: pair[1])
     for node, at in placed:
         for k, x in enumerate(node.inputs):
             if (number := view(x)) not in sizes:

@@ -16,17 +16,16 @@ import numpy as np
 from jaxauto.core import Node
 from jaxauto.cost.liveness import Buffers
 from jaxauto.cost.order import short_sums
-from jaxauto.graph import BarrierEqn, walk
+from jaxauto.graph import BarrierEqn
 from jaxauto.groups import Operand, Operation
 from jaxauto.solve.beside import borders_held
 from jaxauto.solve.candidate import Candidate
-from jaxauto.solve.facts import straight_gradients
+from jaxauto.solve.gradients import as_read, straight_gradients, summed_gradients
 from jaxauto.solve.live import timeline
 from jaxauto.solve.model import Model
 from jaxauto.solve.positions import reduced_factors
 from jaxauto.strategies import shards
 
-_ORDERS = frozenset(["transpose", "reshape", "squeeze", "expand_dims"])
 _MUCH = 0.05  # of all memory at its peak
 _LESS = 0.5  # a gradient that takes no more than this share of what is read for it is written, so that that can go
 
@@ -46,7 +45,8 @@ def awaited(candidate: Candidate) -> frozenset[int] | None:
     platform = model.chip.platform
     alone, pressed = model.mesh.num_devices == 1, _is_pressed(model)
     if platform != "tpu":
-        finished = [g.value for g in _finished(model)] + (_sums(model) if platform == "cpu" or not alone else [])
+        finished = [g.value for g in _finished(model)]
+        finished += summed_gradients(model.groups, model.program.late_only) if platform == "cpu" or not alone else []
         return frozenset(finished) if platform == "gpu" or alone or pressed else None
     much = _MUCH * candidate.peak_bytes if pressed and alone else math.inf
     small = frozenset(g.value for g, spared, summed in _small(candidate) if summed or spared > much)
@@ -81,14 +81,10 @@ class _Gradient(NamedTuple):
 def _finished(model: Model) -> Iterator[_Gradient]:
     """Gradients of the straight program, and on all but TPUs of loops too.
 
-    Who waits for one that is summed over devices waits for the sum. As the optimizer reads them: an operation writes whatever order of
-    dimensions is asked of it, and is held to what is waited for.
+    Who waits for one that is summed over devices waits for the sum. As the optimizer reads them: an operation is held to what it waits for.
     """
     for op, o in straight_gradients(model.groups, model.program.late_only, bodies=model.chip.platform != "tpu"):
-        value = model.values[o.value]
-        while len(value.users) == 1 and value.users[0].prim in _ORDERS and value.users[0].backward:
-            value = model.values[value.users[0].outputs[0]]
-        yield _Gradient(op, o, value.id)
+        yield _Gradient(op, o, as_read(model.groups, o))
 
 
 def _small(candidate: Candidate) -> Iterator[tuple[_Gradient, float, bool]]:
@@ -105,12 +101,6 @@ def _small(candidate: Candidate) -> Iterator[tuple[_Gradient, float, bool]]:
 def _local(model: Model, number: int, position: np.ndarray) -> float:
     """Bytes that one device holds of a value."""
     return model.values[number].nbytes / float(shards(position[None], model.mesh.sizes)[0])
-
-
-def _sums(model: Model) -> list[int]:
-    """Gradients that are sums: of what is added to rows, or multiplies them."""
-    reduced = (node for node in walk(model.groups.graph) if node.backward and node.prim == "reduce_sum")
-    return [node.outputs[0] for node in reduced if node.outputs[0] in model.program.late_only]
 
 
 def _gradients_too_late(candidate: Candidate) -> Iterator[int]:
@@ -132,7 +122,7 @@ def _sums_too_late(candidate: Candidate) -> Iterator[int]:
     """Of the gradients that are sums, those that cannot be put off to the end of the backward pass."""
     model = candidate.model
     maker = {out: node for node in model.variant.rewritten.graph.nodes for out in node.outputs}
-    sums = ((maker[number], number) for number in _sums(model) if number in maker)
+    sums = ((maker[number], number) for number in summed_gradients(model.groups, model.program.late_only) if number in maker)
     # What was on chip is moved to HBM until then. Where nothing is made again, memory is not short, and they can wait.
     arrays = _Arrays(model.buffers, (model.local_sizes if _is_pressed(model) else model.buffer_sizes)(candidate.x))
     return _too_late(candidate, [(node, number, arrays.of(_summed(model.buffers, node, maker, arrays.known))) for node, number in sums], ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Set
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -129,19 +129,6 @@ def buffer_runs(variant: Variant, groups: Groups) -> np.ndarray:
         else:
             runs[k] = entered.get(number, 1)
     return runs
-
-
-def straight_gradients(groups: Groups, late_only: Set[int], *, bodies: bool = False) -> Iterator[tuple[Operation, Operand]]:
-    """Weight gradients of the straight program, by what makes them.
-
-    Args:
-      late_only: values that nothing but the update reads. bodies: those of loops too.
-    """
-    straight = {node.id for node in (walk(groups.graph) if bodies else groups.graph.nodes)}
-    for op in groups.operations:
-        for o in op.results:
-            if op.node.backward and o.value in late_only and op.node.id in straight:
-                yield op, o
 
 
 def viewed(groups: Groups, rewritten: Rewritten, number: Any, held: Container[int] = ()) -> Any:

@@ -14,7 +14,8 @@ import numpy as np
 
 from jaxauto.cost.layout import minor_dims, padding
 from jaxauto.groups import Operation
-from jaxauto.solve.facts import straight_gradients, viewed
+from jaxauto.solve.facts import viewed
+from jaxauto.solve.gradients import straight_gradients
 from jaxauto.solve.positions import reduced_factors
 from jaxauto.solve.turns import Row, in_order
 from jaxauto.strategies import project, shards

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,11 +30,13 @@ from jaxauto.reruns import Remade, everything_in, find_reruns, with_bodies
 from jaxauto.rewrite.hoist import hoist
 from jaxauto.rewrite.narrow import narrow
 from jaxauto.rewrite.offload import offload
+from jaxauto.rewrite.order import habits_of, in_order
 from jaxauto.rewrite.program import Rewritten
 from jaxauto.rewrite.recompute import recompute
 from jaxauto.rewrite.split import can_split
 from jaxauto.rules import rule_for
 from jaxauto.solve.frontier import Drop, form, frontier
+from jaxauto.solve.gradients import waited_for
 from jaxauto.solve.nested import nestings
 
 MAX_LEVELS = 8
@@ -123,13 +125,15 @@ class Remat:
         *,
         devices: int = 2,
         movable: Mapping[int, int] | None = None,
+        late_only: Set[int] = frozenset(),
     ):
         """``devices``: that the program runs on; on one no gradient is summed before it is used.
 
-        ``movable``: arguments that only the optimizer reads → the results that they become.
+        ``movable``: arguments that only the optimizer reads → the results that they become. ``late_only``: what only the update reads.
         """
         self.graph, self.groups, self.aliased, self.chip, self.devices = graph, groups, aliased, chip, devices
         self.blocks = find_blocks(graph)
+        self.late_only = late_only
         self.movable = movable or {}
         self._state: dict[float, frozenset[int]] = {}
         self.operations = {op.node.id: op for op in groups.operations}
@@ -292,13 +296,23 @@ class Remat:
         graph = rewritten.graph
         rules = self.groups.rules if graph is self.graph else {node.id: self._rule(node) for node in walk(graph) if not node.bodies}
         chip, rates = self.chip, (bytes_per_flop(self.chip), ops_per_byte(self.chip))
-        buffers = find_buffers(graph, rules, self.aliased - level.offloaded, chip.platform, *rates, devices=self.devices)
+        held = self._as_ordered(rewritten, level, pressed=bool(chosen or splits)) if chip.platform == "cpu" else None
+        buffers = find_buffers(graph, rules, self.aliased - level.offloaded, chip.platform, *rates, devices=self.devices, held=held)
         ids = buffers.ids.tolist()
         origin = np.array([rewritten.origin.get(n, n) for n in ids], int)
         stacked = np.array([n in rewritten.stacked for n in ids], bool)
         buffers.bytes_[[n in rewritten.host for n in ids]] = 0.0
         operations = tuple(self._operations_in(rewritten))
         return Variant(level, rewritten, buffers, origin, stacked, self._extra(level, chosen), operations, self._partly(level))
+
+    def _as_ordered(self, rewritten: Rewritten, level: Level, *, pressed: bool) -> Graph | None:
+        """The program with the barriers that hold XLA:CPU to its order (``awaited.py``); None: what is fetched from the host's memory
+        comes in the order of the program."""
+        if level.offloaded:
+            return None
+        if self.devices > 1 and not pressed:
+            return rewritten.graph
+        return in_order(rewritten, waited_for(self.groups, self.late_only), habits_of("cpu", self.devices, pressed=pressed)).graph
 
     def _partly(self, level: Level) -> frozenset[int]:
         """What some parts of a scan keep and others do not."""

@@ -350,7 +350,7 @@ def test_a_cotangent_is_summed_as_it_was_before_the_barrier(sums):
 
 
 def test_a_thin_factor_made_again_waits_for_what_was_renamed():
-    """LoRA: what is made again of weights alone (their thin factors' product) is early, and so is tied to a cotangent that has a new name."""
+    """LoRA: what is made again of weights alone (the product of thin factors) is early, and is tied to a cotangent that has a new name."""
 
     def lora(thin, base, x):
         def loss(thin):
