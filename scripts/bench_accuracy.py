@@ -1,8 +1,8 @@
 """The estimate against compilers, over models × shardings × rematerialisation × targets: python scripts/bench_accuracy.py [--targets …]
 
-Models: the published ones of remat_cases.py and two more, train steps drawn at random (generated.py; "unseen": of seeds that had not been
-looked at when they were measured), steps as users of flax write them (flax_models.py), and those of bench_models.py and tests/zoo that are so small (KiB to MiB) that a chip's figures for them say little;
-these for CPU. Shardings: one device, data-parallel,
+Models: the published ones of remat_cases.py and two more, train steps drawn at random (generated.py; "unseen": of seeds that nobody had
+looked at when they were measured), steps as users of flax write them (flax_models.py), and those of bench_models.py and tests/zoo that are
+so small (KiB to MiB) that a chip's figures for them say little; these for CPU. Shardings: one device, data-parallel,
 FSDP and tensor-parallel (arguments pinned through ``constraints``), and the solver's own. Rematerialisation: off, full (5 % over the
 least memory that a plan can have), chosen (half way between). Each plan is compiled ahead of time, certified by nothing, and compared:
 memory, flops, collectives, seconds by the roofline of the compiled schedule. To stay within hours each sharding is compiled under one of
