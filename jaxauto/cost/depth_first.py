@@ -53,8 +53,7 @@ class _Order:
     def run(self) -> list[Node]:
         made = [n for n in self.graph.nodes if self.is_instruction(n)]
         needs = {n.id: self.operands(n) for n in made}
-        ends = [self.graph.values[x].producer for x in self.graph.outputs if isinstance(x, int)]
-        roots = [*dict.fromkeys(node.id for node in ends if node is not None and node.id in needs)]
+        roots = [*dict.fromkeys(p for x in self.graph.outputs for p in self.fused([x]))]
         readers: dict[int, int] = dict.fromkeys(needs, 0)
         for operands in needs.values():
             for p in operands:
@@ -85,7 +84,7 @@ class _Order:
         inputs = [x for x in node.inputs if isinstance(x, int)]
         return self.fused(inputs, {x for x in inputs if x in self.written.virtual and self.written.reads(node, x)})
 
-    def fused(self, inputs: Iterable[int], whole: Set[int] = frozenset()) -> tuple[int, ...]:
+    def fused(self, inputs: Iterable[object], whole: Set[int] = frozenset()) -> tuple[int, ...]:
         """What a fusion of ``inputs`` reads; ``whole``: which of them are read as they are written.
 
         It grows by that operand which was made last, and has what that is made of as its last operands (instruction_fusion.cc).

@@ -61,6 +61,9 @@ def apply(graph: Graph, decisions: Decisions, mesh: Any, platform: str = "") -> 
     return evaluator(rewritten.graph, _Constraints(decisions, mesh, rewritten, platform))
 
 
+_SCATTERS = frozenset(["scatter", "scatter-add", "scatter_add"])
+
+
 class _Constraints(Pins):
     def __init__(self, decisions: Decisions, mesh: Any, rewritten: Rewritten, platform: str):
         self.decisions, self.mesh, self.host = decisions, mesh, rewritten.host
@@ -181,23 +184,27 @@ class _Constraints(Pins):
 def _told_their_layout(rewritten: Rewritten, decisions: Decisions, mesh: Mapping[str, int]) -> dict[int, tuple[tuple[int, ...], Sharding]]:
     """Gradients that XLA:TPU would lay out otherwise than parameters, and then copies those and moments there and back for the update.
 
-    A vocabulary's (``swapped.turned``), and what leaves another dimension than the first: gathered, or exchanged for a part of that. But
-    not where a device's part has a last dimension so short that most of each tile would be padding: weights split within a head.
+    A vocabulary's (``swapped.turned``), an embedding's, which is scattered into, where a device's part has fewer columns than fill tiles,
+    and what leaves another dimension than the first: gathered, or exchanged for a part of that. But not where a device's part of that has
+    a last dimension so short that most of each tile would be padding: weights split within a head.
 
     Returns:
       Value → the order of its dimensions in memory, major first, and its sharding.
     """
     values = rewritten.graph.values
-    gradients = (x for node in rewritten.graph.nodes if node.backward for x in node.outputs if _leaves_backward(rewritten.graph, x))
+    gradients = [x for node in rewritten.graph.nodes if node.backward for x in node.outputs if _leaves_backward(rewritten.graph, x)]
     inside = {x for x in gradients if _leaves_inside(decisions.made.get(x, ()), decisions.values.get(x, ()))}
+    scattered = {n.outputs[0] for n in rewritten.graph.nodes if n.prim in _SCATTERS}.intersection(gradients)
     told = {}
-    for x in {*turned(rewritten.graph), *inside}:
+    for x in (known := {*turned(rewritten.graph), *inside}) | scattered:
         sharding = _sharding_of(rewritten, decisions, x) or ((),) * len(values[x].shape)
         pieces = [math.prod(mesh[a] for a in axes) for axes in sharding]
         part = [n // k for n, k in zip(values[x].shape, pieces, strict=True)]
+        order = _compact(part)
         even = all(n % k == 0 for n, k in zip(values[x].shape, pieces, strict=True))  # parts alike, as a shard_map wants them
-        if even and (x not in inside or 2 * part[-1] >= _LANES):
-            told[x] = _compact(part), sharding
+        otherwise = x in known or list(order) != sorted(order)  # what is scattered is written as its shape says
+        if even and otherwise and (x not in inside or 2 * part[-1] >= _LANES):
+            told[x] = order, sharding
     return told
 
 

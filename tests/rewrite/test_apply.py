@@ -158,3 +158,22 @@ def test_a_vocabularys_gradient_is_laid_out_as_its_parameter_is(columns, shardin
     (told,) = [eqn for eqn in mapped.params["jaxpr"].eqns if eqn.primitive.name == "layout_constraint"]
     assert told.outvars[0].aval.shape == part and told.params["layout"].major_to_minor == order
     assert "layout_constraint" not in str(jax.make_jaxpr(apply(graph, decisions, abstract_mesh((4, 2), ("data", "model")), "gpu"))(*args))
+
+
+@pytest.mark.parametrize(("columns", "told"), [(192 * 8, (1, 0)), (128 * 8, None)])
+def test_an_embeddings_gradient_is_laid_out_as_its_table_is(columns, told):
+    """It is scattered into row by row; where a part's rows do not fill tiles the table lies the other way."""
+
+    def looked_up(table, tokens):
+        return jax.grad(lambda table: jnp.sum(jnp.sin(table[tokens])))(table)
+
+    args = jax.ShapeDtypeStruct((1024, columns), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32)
+    graph = build(trace(looked_up, args).jaxpr)
+    (gradient,) = graph.outputs
+    decisions = Decisions({gradient: ((), ("data", "model"))}, {}, ())
+    jaxpr = jax.make_jaxpr(apply(graph, decisions, abstract_mesh((4, 2), ("data", "model")), "tpu"))(*args)
+    mapped = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
+    layouts = [
+        e.params["layout"].major_to_minor for eqn in mapped for e in eqn.params["jaxpr"].eqns if e.primitive.name == "layout_constraint"
+    ]
+    assert layouts == [told] * (told is not None)
