@@ -205,3 +205,10 @@ def test_stacks_of_a_segment_are_in_memory_for_it_alone(target):
     assert any(part.inside and part.length == part.count for part in parts)
     memory = plan.verify().row("peak memory")
     assert memory.compiled < 1.02 * memory.estimated
+
+
+@pytest.mark.parametrize(("target", "dtype", "split"), [("cpu:1", "bfloat16", 0), ("cpu:1", "float32", 1), ("v5p:1x1x1", "bfloat16", 1)])
+def test_scans_whose_stacks_would_be_copied_in_float32_are_not_split(target, dtype, split):
+    step, args = chain()
+    found = read(step, tuple(jax.ShapeDtypeStruct(a.shape, dtype) for a in args), {})
+    assert len(Remat(found.graph, found.groups, found.aliased, Target(target).chip).splittable) == split
