@@ -312,8 +312,11 @@ class Remat:
         return Variant(level, rewritten, buffers, origin, stacked, self._extra(level, chosen), operations, self._partly(level))
 
     def _as_ordered(self, rewritten: Rewritten, level: Level, *, pressed: bool) -> Graph | None:
-        """The program with the barriers that hold XLA:CPU to its order (``awaited.py``); None: what is fetched from the host's memory
-        comes in the order of the program."""
+        """The program with the barriers that hold XLA:CPU to its order (``awaited.py``).
+
+        None: it is told in its own order, where something is fetched from the host's memory, and where several devices are held to none:
+        what is summed over them changes which operand comes first.
+        """
         if level.offloaded or (self.devices > 1 and not pressed):
             return None
         return in_order(rewritten, waited_for(self.groups, self.late_only), habits_of("cpu", self.devices, pressed=pressed)).graph
