@@ -97,3 +97,9 @@ def is_widening(node: Node, values: Mapping[int, Value]) -> bool:
         return False
     (x,), (out,) = node.inputs, node.outputs
     return isinstance(x, int) and values[x].nbytes < values[out].nbytes
+
+
+def read_late(graph: Graph, rules: Mapping[int, OpRule], dependent: Set[int]) -> frozenset[int]:
+    """Values that nothing heavy reads any more: gradients, updates, metrics. ``dependent``: what depends on the batch."""
+    feeding = feeding_operations(graph, rules, light_operations(graph, rules, dependent))
+    return frozenset(n for n in graph.values if n not in feeding)

@@ -19,7 +19,7 @@ from jaxauto.constraints import allowed_states, ignored_pins
 from jaxauto.core import Graph, MeshAxes
 from jaxauto.errors import InfeasibleError, InternalError, UnknownPrimitiveWarning
 from jaxauto.estimate import estimate, memory_by_kind
-from jaxauto.flow import data_dependent, feeding_operations, light_operations
+from jaxauto.flow import data_dependent, read_late
 from jaxauto.graph import build, walk
 from jaxauto.groups import Groups, find_groups
 from jaxauto.options import Options, budget_bytes, device_mesh, is_here, mesh_candidates
@@ -133,8 +133,7 @@ def read(fun: Callable, args: tuple, kwargs: dict, donate_argnums: Any = None) -
     becomes = {graph.inputs[i]: graph.outputs[o] for i, o in traced.state if traced.donated[i]}
     state = {i for i, _ in traced.state}
     dependent = data_dependent(graph, [n for k, n in enumerate(graph.inputs) if k not in state])
-    feeding = feeding_operations(graph, groups.rules, light_operations(graph, groups.rules, dependent))
-    late_only = frozenset(n for n in graph.values if n not in feeding)
+    late_only = read_late(graph, groups.rules, dependent)
     return Step(
         fun,
         traced,

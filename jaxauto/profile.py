@@ -22,13 +22,16 @@ from jaxauto.cost.padded import live_beside_padded
 from jaxauto.cost.pooling import live_beside_pools
 from jaxauto.cost.widened import live_beside_dots
 from jaxauto.errors import ArgumentError
+from jaxauto.flow import data_dependent, read_late
 from jaxauto.graph import build, multiplicity, walk
 from jaxauto.groups import find_groups
 from jaxauto.passes import PASSES, label_passes
 from jaxauto.profile_memory import Memory, Profiled, node_name
 from jaxauto.profile_traffic import Traffic
+from jaxauto.rewrite.program import Rewritten
 from jaxauto.rules import rule_for
 from jaxauto.solve.facts import major_dims
+from jaxauto.solve.gradients import held_on_cpu
 from jaxauto.tables import Section, as_html, duration, page
 from jaxauto.targets.target import Target, resolve
 from jaxauto.timeline import Row, Table, Timeline, short, source_text, text_table
@@ -219,12 +222,20 @@ def aliased_outputs(traced: Traced, graph: Graph) -> frozenset[int]:
     return frozenset(x for x in outputs if isinstance(x, int) and x not in graph.inputs)
 
 
+def _as_planned(traced: Traced, graph: Graph) -> Graph:
+    """The program as a plan for one CPU gives it to the compiler, where nothing is made again."""
+    groups, state = find_groups(graph, traced.state), {i for i, _ in traced.state}
+    dependent = data_dependent(graph, [n for k, n in enumerate(graph.inputs) if k not in state])
+    return held_on_cpu(Rewritten(graph, {}), groups, read_late(graph, groups.rules, dependent), 1)
+
+
 def _program(traced: Traced, chip: Any) -> Profiled:
     graph = build(traced.jaxpr)
     rules = {node.id: rule_for(node.eqn) for node in walk(graph) if not node.bodies}
     platform, *rates = (_PLATFORM,) if chip is None else (chip.platform, bytes_per_flop(chip), ops_per_byte(chip))
     aliased = aliased_outputs(traced, graph)
-    buffers = find_buffers(graph, rules, aliased, platform, *rates, held=graph)
+    held = _as_planned(traced, graph) if platform == "cpu" else None
+    buffers = find_buffers(graph, rules, aliased, platform, *rates, held=held)
     padded = (lambda _: 1.0) if chip is None or not chip.tile else _padding(traced, graph, chip)
     sizes = buffers.bytes_ * np.array([padded(int(n)) for n in buffers.ids])
     placed = place(graph, rules, buffers, sizes, chip, 1) if chip is not None and chip.vmem_bytes else None

@@ -41,7 +41,7 @@ def sharded_program(
         raise ArgumentError(f"mesh={mesh!r}: give a jax.sharding.Mesh or axis sizes, for example {{'data': 4, 'model': 2}}.")
     resolved = resolve(target) if target is not None else Target(f"cpu:{math.prod(shape.values())}")
     step = read(fn, args, kwargs, donate_argnums)
-    remat = Remat(step.graph, step.groups, step.aliased, resolved.chip, devices=math.prod(shape.values()))
+    remat = Remat(step.graph, step.groups, step.aliased, resolved.chip, devices=math.prod(shape.values()), late_only=step.late_only)
     options = Options(mesh=mesh, target=resolved, remat="off", constraints=in_specs, certify=False)
     (axes,) = mesh_candidates(mesh, resolved, None)
     found = search(step, remat, remat.levels()[:1], axes, resolved, math.inf, options, time.monotonic() + _SECONDS)

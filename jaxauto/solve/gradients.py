@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 
+from jaxauto.core import Graph
 from jaxauto.graph import walk
 from jaxauto.groups import Groups, Operand, Operation
+from jaxauto.rewrite.order import habits_of, in_order
+from jaxauto.rewrite.program import Rewritten
 
 _ORDERS = frozenset(["transpose", "reshape", "squeeze", "expand_dims"])
 
@@ -42,3 +45,8 @@ def waited_for(groups: Groups, late_only: Set[int]) -> frozenset[int]:
     """What XLA:CPU is held to, wherever it is (``awaited.py``)."""
     made = straight_gradients(groups, late_only, bodies=True)
     return frozenset(as_read(groups, o) for _, o in made).union(summed_gradients(groups, late_only))
+
+
+def held_on_cpu(rewritten: Rewritten, groups: Groups, late_only: Set[int], devices: int, *, pressed: bool = False) -> Graph:
+    """A program with the barriers that hold XLA:CPU to its order; ``pressed``: something is made again for the sake of memory."""
+    return in_order(rewritten, waited_for(groups, late_only), habits_of("cpu", devices, pressed=pressed)).graph

@@ -31,13 +31,12 @@ from jaxauto.reruns import Remade, everything_in, find_reruns, with_bodies
 from jaxauto.rewrite.hoist import hoist
 from jaxauto.rewrite.narrow import narrow
 from jaxauto.rewrite.offload import offload
-from jaxauto.rewrite.order import habits_of, in_order
 from jaxauto.rewrite.program import Rewritten
 from jaxauto.rewrite.recompute import recompute
 from jaxauto.rewrite.split import can_split
 from jaxauto.rules import rule_for
 from jaxauto.solve.frontier import Drop, form, frontier
-from jaxauto.solve.gradients import waited_for
+from jaxauto.solve.gradients import held_on_cpu
 from jaxauto.solve.nested import nestings
 
 MAX_LEVELS = 8
@@ -319,7 +318,7 @@ class Remat:
         """
         if level.offloaded or (self.devices > 1 and not pressed):
             return None
-        return in_order(rewritten, waited_for(self.groups, self.late_only), habits_of("cpu", self.devices, pressed=pressed)).graph
+        return held_on_cpu(rewritten, self.groups, self.late_only, self.devices, pressed=pressed)
 
     def _partly(self, level: Level) -> frozenset[int]:
         """What some parts of a scan keep and others do not."""
