@@ -10,6 +10,7 @@ itself are in all of them. Compiled schedules follow it to the last instruction,
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -54,12 +55,7 @@ class _Order:
         made = [n for n in self.graph.nodes if self.is_instruction(n)]
         needs = {n.id: self.operands(n) for n in made}
         roots = [*dict.fromkeys(p for x in self.graph.outputs for p in self.fused([x]))]
-        readers: dict[int, int] = dict.fromkeys(needs, 0)
-        for operands in needs.values():
-            for p in operands:
-                readers[p] += 1
-        for p in roots:
-            readers[p] += 1
+        readers = Counter(p for operands in (*needs.values(), roots) for p in operands)
         extra: dict[int, int] = {}
         total: dict[int, float] = {}
         so_far = 0.0

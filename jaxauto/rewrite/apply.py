@@ -25,7 +25,7 @@ from jaxauto.masks import kept_masks
 from jaxauto.rewrite import for_gpu, implied
 from jaxauto.rewrite.evaluate import Pins, evaluator
 from jaxauto.rewrite.offload import offload
-from jaxauto.rewrite.order import habits_of, in_order
+from jaxauto.rewrite.order import SCATTERS, habits_of, in_order
 from jaxauto.rewrite.passage import bring
 from jaxauto.rewrite.program import Rewritten
 from jaxauto.rewrite.recompute import recompute
@@ -59,9 +59,6 @@ def apply(graph: Graph, decisions: Decisions, mesh: Any, platform: str = "") -> 
         rewritten = in_order(rewritten, decisions.in_order, habits_of(platform, mesh.size, pressed=pressed), short=decisions.short)
     rewritten = sink(rewritten)
     return evaluator(rewritten.graph, _Constraints(decisions, mesh, rewritten, platform))
-
-
-_SCATTERS = frozenset(["scatter", "scatter-add", "scatter_add"])
 
 
 class _Constraints(Pins):
@@ -194,7 +191,7 @@ def _told_their_layout(rewritten: Rewritten, decisions: Decisions, mesh: Mapping
     values = rewritten.graph.values
     gradients = [x for node in rewritten.graph.nodes if node.backward for x in node.outputs if _leaves_backward(rewritten.graph, x)]
     inside = {x for x in gradients if _leaves_inside(decisions.made.get(x, ()), decisions.values.get(x, ()))}
-    scattered = {n.outputs[0] for n in rewritten.graph.nodes if n.prim in _SCATTERS}.intersection(gradients)
+    scattered = {n.outputs[0] for n in rewritten.graph.nodes if n.prim in SCATTERS}.intersection(gradients)
     told = {}
     for x in (known := {*turned(rewritten.graph), *inside}) | scattered:
         sharding = _sharding_of(rewritten, decisions, x) or ((),) * len(values[x].shape)

@@ -39,7 +39,8 @@ from jaxauto.rewrite.ahead import Ahead
 from jaxauto.rewrite.program import Program, Rewritten, cotangent_at, read_as, readers_of, renamed, ripeness
 
 SMALL = 1 << 20  # bytes: a larger result is not held back from where the compiler wants to make it, nor is its sum waited for at once
-_WRITTEN = ("scatter", "scatter-add", "scatter_add", "dot_general", "conv_general_dilated")  # never fused into what reads them
+SCATTERS = frozenset(["scatter", "scatter-add", "scatter_add"])  # what writes into an array that is filled first
+_WRITTEN = SCATTERS | {"dot_general", "conv_general_dilated"}  # never fused into what reads them
 
 
 class Habits(NamedTuple):

@@ -20,7 +20,7 @@ from jaxauto.graph import BarrierEqn
 from jaxauto.groups import Operand, Operation
 from jaxauto.solve.beside import borders_held
 from jaxauto.solve.candidate import Candidate
-from jaxauto.solve.gradients import as_read, straight_gradients, summed_gradients
+from jaxauto.solve.gradients import as_read, straight_gradients, summed_gradients, waited_for
 from jaxauto.solve.live import timeline
 from jaxauto.solve.model import Model
 from jaxauto.solve.positions import reduced_factors
@@ -45,9 +45,9 @@ def awaited(candidate: Candidate) -> frozenset[int] | None:
     platform = model.chip.platform
     alone, pressed = model.mesh.num_devices == 1, _is_pressed(model)
     if platform != "tpu":
-        finished = [g.value for g in _finished(model)]
-        finished += summed_gradients(model.groups, model.program.late_only) if platform == "cpu" or not alone else []
-        return frozenset(finished) if platform == "gpu" or alone or pressed else None
+        sums_too = platform == "cpu" or not alone
+        made = waited_for(model.groups, model.program.late_only) if sums_too else frozenset(g.value for g in _finished(model))
+        return made if platform == "gpu" or alone or pressed else None
     much = _MUCH * candidate.peak_bytes if pressed and alone else math.inf
     small = frozenset(g.value for g, spared, summed in _small(candidate) if summed or spared > much)
     return small | (frozenset() if alone else frozenset(_sums_too_late(candidate)))

@@ -17,6 +17,7 @@ from jaxauto.cost.halo import halos
 from jaxauto.cost.turning import turned
 from jaxauto.graph import walk
 from jaxauto.groups import Edge, Operand, Operation
+from jaxauto.rewrite.order import SCATTERS
 from jaxauto.solve.brought import Way, shares_on_the_way, tiled
 from jaxauto.solve.early import held_early
 from jaxauto.solve.facts import source_of, viewed
@@ -31,8 +32,6 @@ from jaxauto.strategies import WHOLE, project, shards
 
 if TYPE_CHECKING:
     from jaxauto.solve.model import Model
-
-FILLED = frozenset({"scatter", "scatter-add", "scatter_add"})  # what writes into an array that is filled first
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,7 +318,7 @@ def filled_at(model: Model, node: Node, at: int) -> int:
     On several devices XLA:GPU fills with zeros what the backward pass scatters into as that pass begins: its scheduler hides collectives,
     and starts early what waits for nothing (``liveness.fill_early``).
     """
-    if model.chip.platform != "gpu" or node.prim not in FILLED or model.mesh.num_devices == 1:
+    if model.chip.platform != "gpu" or node.prim not in SCATTERS or model.mesh.num_devices == 1:
         return at
     straight = [n for n in model.variant.rewritten.graph.nodes if n.backward]
     if node.id not in {n.id for n in straight}:

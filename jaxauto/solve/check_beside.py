@@ -13,7 +13,8 @@ from jaxauto.cost.widened import WIDE
 from jaxauto.cost.windowed import SMALL, is_view
 from jaxauto.graph import walk
 from jaxauto.groups import Operand, Operation
-from jaxauto.solve.beside import FILLED, bordered, cut_as_read, passed_edges, shared_operands
+from jaxauto.rewrite.order import SCATTERS
+from jaxauto.solve.beside import bordered, cut_as_read, passed_edges, shared_operands
 from jaxauto.solve.check_ring import padding
 from jaxauto.solve.check_turns import copies_of_results, is_turned, made_whole
 from jaxauto.solve.early import made_early
@@ -169,7 +170,7 @@ def _passed(answer: Answer) -> Iterator[tuple[int, int, float]]:
 def _filled(answer: Answer, written: Node, at: int) -> int:
     """Of a scatter in the straight backward pass on several GPUs: where that pass begins."""
     b, begin, found = answer.model.buffers, at, False
-    if answer.model.chip.platform == "gpu" and written.prim in FILLED and answer.count(range(len(answer.sizes))) > 1:
+    if answer.model.chip.platform == "gpu" and written.prim in SCATTERS and answer.count(range(len(answer.sizes))) > 1:
         for node in answer.model.variant.rewritten.graph.nodes:
             if node.backward:
                 begin, found = min(begin, b.loop_start.get(node.id, b.position[node.id])), found or node.id == written.id

@@ -42,7 +42,7 @@ def summed_gradients(groups: Groups, late_only: Set[int]) -> list[int]:
 
 
 def waited_for(groups: Groups, late_only: Set[int]) -> frozenset[int]:
-    """What XLA:CPU is held to, wherever it is (``awaited.py``)."""
+    """Both, in loops too: what XLA:CPU, and XLA:GPU on several devices, are held to where they are (``awaited.py``)."""
     made = straight_gradients(groups, late_only, bodies=True)
     return frozenset(as_read(groups, o) for _, o in made).union(summed_gradients(groups, late_only))
 
