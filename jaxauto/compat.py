@@ -27,6 +27,7 @@ INLINED_CALLS = {
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",  # what 0.12 calls the two
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
@@ -44,6 +45,19 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list]:
     if inner is not None and inner is not jaxpr and hasattr(inner, "eqns"):
         return inner, consts
     return jaxpr, consts
+
+
+def inlined(eqn: Any) -> Any:
+    """The jaxpr that a call means; None: it is none.
+
+    Some functions of ``jax.numpy`` are primitives of their own on 0.12 (``nonzero``, ``searchsorted``), which lower to what they expand to.
+    """
+    if eqn.primitive.name == "call_hi_primitive":
+        prim = eqn.params["_prim"]
+        expand = lambda *args: jax.tree_util.tree_leaves(prim.expand(*jax.tree_util.tree_unflatten(prim.in_tree, args)))  # noqa: E731
+        with source_of(eqn):
+            return jax.make_jaxpr(expand)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars))
+    return eqn.params.get(INLINED_CALLS.get(eqn.primitive.name))
 
 
 def dead_code_eliminated(closed: Any) -> Any:

@@ -86,14 +86,13 @@ class _Builder:
                 operands = [_read(env, v) for v in eqn.invars]
                 self.instead(swapped(eqn), operands, exchanged[id(eqn)].outvars[0], env, inner_stack, nodes, captured)
                 continue
-            body_param = compat.INLINED_CALLS.get(eqn.primitive.name)
-            if body_param is None or body_param not in eqn.params:
+            if (call := compat.inlined(eqn)) is None:
                 if (written := undilated(eqn)) is not None:
                     self.instead(written, [_read(env, v) for v in eqn.invars], eqn.outvars[0], env, inner_stack, nodes, captured)
                 elif not self.comparison(eqn, env, inner_stack, nodes, captured):
                     nodes.append(self.node(eqn, env, inner_stack))
                 continue
-            body, consts = compat.open_jaxpr(eqn.params[body_param])
+            body, consts = compat.open_jaxpr(call)
             operands = [_read(env, v) for v in eqn.invars]
             inner: dict[Any, int | Literal] = {}
             for var, const in zip(body.constvars, consts, strict=True):

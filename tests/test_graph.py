@@ -1,12 +1,17 @@
 """jaxpr → Graph."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from zoo import STEPS
 
+import jaxauto
 from jaxauto.core import LinkKind
+from jaxauto.errors import UnknownPrimitiveWarning
 from jaxauto.graph import build, multiplicity, walk
 from jaxauto.trace import trace
 
@@ -24,6 +29,28 @@ def layers(x, w):
 def test_calls_are_inlined():
     graph = graph_of(jax.jit(lambda x: jax.jit(jnp.sin)(x) * 2), X)
     assert [node.prim for node in graph.nodes] == ["sin", "mul"]
+
+
+@pytest.mark.smoke
+def test_functions_that_are_primitives_of_their_own_are_what_they_expand_to():
+    """``nonzero`` and ``searchsorted`` on jax 0.12, in a loop too."""
+
+    def loss(w, x):
+        def body(carry, row):
+            left, right = jnp.triu_indices(4, 1)
+            return carry + row[left] @ row[right], jnp.searchsorted(jnp.arange(4.0), row)
+
+        total, places = lax.scan(body, 0.0, x @ w)
+        return total + w[places].sum()
+
+    step = lambda w, x: w - 0.1 * jax.grad(loss)(w, x)  # noqa: E731
+    args = jnp.arange(16.0).reshape(4, 4) / 16, jnp.ones((8, 4))
+    prims = {node.prim for node in walk(graph_of(step, *args))}
+    assert {"scan", "dot_general"} <= prims and not {prim for prim in prims if prim.startswith(("call", "eval"))}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnknownPrimitiveWarning)
+        plan = jaxauto.plan(step, *args, mesh={"data": 4}, donate_argnums=(), progress=False)
+    np.testing.assert_allclose(plan.jit()(*args), jax.jit(step)(*args), rtol=1e-5)
 
 
 def test_scan_is_a_node_with_a_body_and_links():
