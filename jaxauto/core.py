@@ -294,7 +294,10 @@ class Collective:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the planner believes of one step, for each device. Seconds, bytes, flops."""
+    """What the planner believes of one step, for each device. Seconds, bytes, flops.
+
+    ``allocated``: arguments, results and the compiler's heap with its gaps, where it is known how that is filled (XLA:CPU).
+    """
 
     step_time: float
     compute_time: float
@@ -307,6 +310,7 @@ class Estimate:
     collectives: tuple[Collective, ...] = ()
     feed_time: float = 0.0  # of comm_time: the batch's way from the host, of which a compiled step shows nothing
     exposed_feed_time: float = 0.0  # how much shorter the step is without
+    allocated: float | None = None
 
     def as_dict(self) -> dict:
         return dataclasses.asdict(self)

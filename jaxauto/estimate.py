@@ -10,6 +10,7 @@ import numpy as np
 from jaxauto.core import Collective, Estimate, Kind
 from jaxauto.cost.compute import done_flops, operation_flops
 from jaxauto.graph import walk
+from jaxauto.solve.heap import PLACED, heap_gaps
 from jaxauto.solve.live import timeline
 from jaxauto.solve.model import Model
 from jaxauto.solve.search import Candidate
@@ -39,6 +40,7 @@ def estimate(candidate: Candidate) -> Estimate:
         collectives=collectives(model, x),
         feed_time=fed,
         exposed_feed_time=candidate.seconds - unfed if fed else 0.0,
+        allocated=candidate.peak_bytes + heap_gaps(model, x) if model.chip.platform in PLACED else None,
     )
 
 

@@ -237,18 +237,20 @@ def schedule_on(target: Target, mesh_shape: Mapping[str, int], module: hlo.Modul
 def memory_rows(plan: Any, compilation: Compilation) -> list[Row]:
     """Bytes of one device: arguments, results that take memory of their own, temporaries, the most alive at once, and host memory.
 
-    Allocated is what a budget is held against: arguments, results and the heap of temporaries with its gaps.
+    Allocated is what a budget is held against: arguments, results and the heap of temporaries with its gaps. A compiler that does not tell
+    what is alive (XLA:CPU) is held to what it allocates.
     """
     memory, estimate = compilation.memory, plan.estimate
     taken = list(map(_device_bytes, plan.in_avals, plan.flat_in_shardings))
     arguments, reused = sum(taken), sum(bytes_ for bytes_, donated in zip(taken, plan.donated, strict=True) if donated)
     results = max(0.0, sum(map(_device_bytes, plan.out_avals, plan.flat_out_shardings)) - reused)
+    allocated = estimate.peak_memory if estimate.allocated is None else estimate.allocated
     return [
         Row("arguments", arguments, float(memory["argument"]), "bytes"),
         Row("results beside arguments", results, float(memory["output"] - memory["alias"]), "bytes"),
-        Row("temporaries", max(0.0, estimate.peak_memory - arguments - results), float(memory["temp"]), "bytes"),
-        Row("peak memory", estimate.peak_memory, compilation.peak_bytes, "bytes"),
-        Row("allocated", None, compilation.device_bytes, "bytes"),
+        Row("temporaries", max(0.0, allocated - arguments - results), float(memory["temp"]), "bytes"),
+        Row("peak memory", estimate.peak_memory if memory["peak"] else allocated, compilation.peak_bytes, "bytes"),
+        Row("allocated", estimate.allocated, compilation.device_bytes, "bytes"),
         Row("host memory", sum(d.bytes_ for d in plan.remat if d.action == "offloaded"), compilation.host_bytes, "bytes"),
     ]
 

@@ -43,7 +43,7 @@ from jaxauto.cost.patterns import (
     slides,
 )
 from jaxauto.cost.stacks import is_cut_inside, share_of, stack_passes
-from jaxauto.cost.widened import WIDE, Rounded, is_in_steps, is_narrow
+from jaxauto.cost.widened import WIDE, Rounded, is_in_steps, is_merged, is_narrow
 from jaxauto.flow import is_widening
 from jaxauto.graph import walk
 from jaxauto.masks import hashes, kept_masks
@@ -308,7 +308,8 @@ class _Fusion:
             if kind is Kind.SCATTER or node.prim == "dynamic_update_slice":
                 self.writers.append((self.clock, number, self.roots(operands[0]) if operands else roots))
             elif not (writes or moved or apart or (self.kernels and self.kernels.writes_beside(value))):
-                self.writers.append((self.clock, number, roots))
+                over = frozenset(x for x in roots if not is_merged(self.values[x])) if self.rounded else roots
+                self.writers.append((self.clock, number, over))
         else:
             self.virtual[number] = roots
             if moved:

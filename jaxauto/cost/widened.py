@@ -116,6 +116,15 @@ class Rounded:
         return len(orders) == 1 and all(self.kind_of(u) in MATRIX for u in users)
 
 
+def is_merged(value: Value) -> bool:
+    """Whether a dot writes its result with fewer dimensions than the program has there: those of each operand that are left are one."""
+    made = value.producer
+    if made is None or made.prim != "dot_general":
+        return False
+    contracted, batch = made.params["dimension_numbers"]
+    return any(v.aval.ndim - len(c) - len(b) > 1 for v, c, b in zip(made.eqn.invars, contracted, batch, strict=True))
+
+
 def is_narrow(value: Value) -> bool:
     """Whether XLA:CPU computes a value in another type than its own."""
     return compat.dtype_name(value.dtype) in NARROW

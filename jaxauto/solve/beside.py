@@ -5,7 +5,7 @@ Not what operands are resharded into: see ``brought.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from jaxauto.solve.model import Model
 
 
+Rows = Callable[["Model"], Iterator[Row]]
+
+
 @dataclass(frozen=True, eq=False)
 class Beside:
     """``pairs[which[k]]`` is there from position ``begin[k]`` to ``end[k]``: two variables in their order, bytes by their states."""
@@ -47,9 +50,13 @@ class Beside:
         there = self.which[(self.begin <= position) & (position <= self.end)]
         return (self.pairs[k] for k in there.tolist())
 
+    def bytes_(self, x: np.ndarray) -> np.ndarray:
+        """Of each, under solution ``x``."""
+        return np.array([table[x[i], x[j]] for i, j, table in self.pairs])[self.which] if self.pairs else np.zeros(0)
+
     def timeline(self, x: np.ndarray, length: int) -> np.ndarray:
         """Bytes at each position under solution ``x``: ``[length]``."""
-        bytes_ = np.array([table[x[i], x[j]] for i, j, table in self.pairs])[self.which] if self.pairs else np.zeros(0)
+        bytes_ = self.bytes_(x)
         steps = np.zeros(length + 1)
         np.add.at(steps, self.begin, bytes_)
         np.add.at(steps, self.end + 1, -bytes_)
@@ -58,10 +65,13 @@ class Beside:
 
 def held_beside(model: Model) -> Beside:
     """All of it, for a variant on a mesh."""
-    return model.cached(
-        ("beside", model.variant),
-        lambda: _collected([row for rows in _ROWS for row in rows(model)]),
-    )
+    return model.cached(("beside", model.variant), lambda: _collected([row for rows in _ROWS for row in rows(model)]))
+
+
+def held_beside_all_but(left_out: Rows, model: Model) -> Beside:
+    """The same without the rows of one of ``_ROWS``."""
+    key = "beside", left_out, model.variant
+    return model.cached(key, lambda: _collected([row for rows in _ROWS if rows is not left_out for row in rows(model)]))
 
 
 def _collected(rows: list[Row]) -> Beside:

@@ -73,11 +73,15 @@ class Arrivals:
             way = self.ways[self.way[k]]
             yield way.group, way.operation, _bytes(self.whole[k], self.written[k], *shares_on_the_way(self.model, way))
 
-    def timeline(self, x: np.ndarray, length: int) -> np.ndarray:
-        """Bytes at each position under solution ``x``: ``[length]``."""
+    def bytes_(self, x: np.ndarray) -> np.ndarray:
+        """Of each operand, under solution ``x``."""
         shares = [[table[x[way.group], x[way.operation]] for table in shares_on_the_way(self.model, way)] for way in self.ways]
         source, result = np.array(shares).reshape(-1, 2)[self.way].T
-        return np.bincount(self.position, _bytes(self.whole, self.written, source, result), minlength=length)
+        return _bytes(self.whole, self.written, source, result)
+
+    def timeline(self, x: np.ndarray, length: int) -> np.ndarray:
+        """Bytes at each position under solution ``x``: ``[length]``."""
+        return np.bincount(self.position, self.bytes_(x), minlength=length)
 
 
 def _bytes(whole, written, source: np.ndarray, result: np.ndarray) -> np.ndarray:

@@ -58,6 +58,23 @@ def held_widened(model: Model) -> Iterator[Row]:
         yield from _row(model, op, o, at, at, beside_result(_bytes(model, op, o), sum(sizes[k] for k in gone)))
 
 
+def in_halves(model: Model, x: np.ndarray) -> tuple[list[tuple[int, int, float]], frozenset[int]]:
+    """The same under solution ``x``, each position in two: in the first a dot reads its copies and writes its result, in the second that
+    is rounded.
+
+    Returns: (first half, last, bytes of one device) of the copies and of results in float32, and the values that begin in the second.
+    """
+    if (found := widened(model)) is None:
+        return [], frozenset()
+
+    def bytes_(op: Operation, o: Operand) -> float:
+        return float(_bytes(model, op, o)[x[model.var("operation", op.node.id)]])
+
+    copies = [(2 * c.begin, 2 * c.end, bytes_(*found.operand(c.node, c.place))) for c in found.copies]
+    results = [(2 * r.at, 2 * r.at + 1, bytes_(*found.result(r.node, r.place))) for r in found.results]
+    return copies + results, frozenset(r.node.outputs[r.place] for r in found.results)
+
+
 def _row(model: Model, op: Operation, o: Operand, begin: int, end: int, bytes_: np.ndarray) -> Iterator[Row]:
     v, g = model.var("operation", op.node.id), model.var("group", o.group)
     yield from in_order(begin, end, v, g, np.broadcast_to(bytes_[:, None], (len(bytes_), len(model.states[g]))))

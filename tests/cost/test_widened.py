@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxauto
-from jaxauto.cost.widened import beside_dots, order
+from jaxauto.cost.widened import beside_dots, is_merged, order
 from jaxauto.verify import compile_ahead
 
 from .test_fusion import buffers_of, made_by
@@ -106,6 +106,18 @@ def test_what_dots_alone_read_is_written_in_their_order(make, copies):
     dots = [n for n in graph.nodes if n.prim == "dot_general"]
     found, _ = beside_dots(dots, graph.values, buffers, lambda x: x)
     assert len(found) == copies
+
+
+@pytest.mark.parametrize(("rows", "taken"), [((8, 16), False), ((128,), True)])
+def test_a_dot_with_several_dimensions_left_is_written_with_one(rows, taken):
+    """What is made of it has all of them, and is no array of its form: it cannot take its place."""
+    x, w = jax.ShapeDtypeStruct((*rows, 64), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    graph, buffers = buffers_of(lambda x, w: jnp.tanh(x @ w) @ w, x, w, platform="cpu")
+    (dot,) = (node.outputs[0] for node in graph.nodes if node.prim == "dot_general" and node.outputs[0] not in graph.outputs)
+    (tanh,) = (node.id for node in graph.nodes if node.prim == "tanh")
+    end = int(buffers.end[buffers.ids == dot][0])
+    assert end == buffers.position[tanh] - taken
+    assert is_merged(graph.values[dot]) != taken
 
 
 @pytest.mark.parametrize(("power", "kept"), [(3, True), (2, False)])
