@@ -52,12 +52,24 @@ def inlined(eqn: Any) -> Any:
 
     Some functions of ``jax.numpy`` are primitives of their own on 0.12 (``nonzero``, ``searchsorted``), which lower to what they expand to.
     """
-    if eqn.primitive.name == "call_hi_primitive":
-        prim = eqn.params["_prim"]
-        expand = lambda *args: jax.tree_util.tree_leaves(prim.expand(*jax.tree_util.tree_unflatten(prim.in_tree, args)))  # noqa: E731
-        with source_of(eqn):
-            return jax.make_jaxpr(expand)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars))
-    return eqn.params.get(INLINED_CALLS.get(eqn.primitive.name))
+    if eqn.primitive.name != "call_hi_primitive":
+        return eqn.params.get(INLINED_CALLS.get(eqn.primitive.name))
+    prim = eqn.params["_prim"]
+    expand = lambda *args: jax.tree_util.tree_leaves(prim.expand(*jax.tree_util.tree_unflatten(prim.in_tree, args)))  # noqa: E731
+    return _traced(eqn, expand)
+
+
+def lowered(eqn: Any) -> Any:
+    """The jaxpr that an elementwise primitive of 0.12 lowers to, from which compilers choose what they fuse and keep; None: it is another.
+
+    The derivative of a tanh: a sum that an approximate GELU has as well, and a difference.
+    """
+    return _traced(eqn, lambda x: (1 + x) * (1 - x)) if eqn.primitive.name == "one_minus_square" else None
+
+
+def _traced(eqn: Any, function: Any) -> Any:
+    with source_of(eqn):
+        return jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars))
 
 
 def dead_code_eliminated(closed: Any) -> Any:

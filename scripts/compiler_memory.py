@@ -59,7 +59,9 @@ def slots(folder: Path) -> list[Slot]:
     lives = ranges[ranges.index("BufferLiveRange:") : ranges.index("Live ranges at")]
     steps = {name: (int(a), int(b)) for name, a, b in re.findall(r"^ +(\S+\{[\d,]*\}):(\d+)-(\d+)", lives, re.MULTILINE)}
     heap = next(
-        part for part in re.split(r"^allocation ", assigned, flags=re.MULTILINE) if re.match(r"\d+: size \d+, preallocated-temp", part)
+        part
+        for part in re.split(r"^allocation ", assigned, flags=re.MULTILINE)
+        if re.match(r"\d+: size \d+, (page \d+, )?preallocated-temp", part)
     )
     values = re.findall(r"value: <\d+ (\S+) (?:\(phi\) )?@\d+> \(size=(\d+),offset=(\d+)\): (\S+)", heap)
     named = ((name if name.endswith("}") else f"{name}{{}}", int(size), int(at), shape) for name, size, at, shape in values)

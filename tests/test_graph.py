@@ -53,6 +53,18 @@ def test_functions_that_are_primitives_of_their_own_are_what_they_expand_to():
     np.testing.assert_allclose(plan.jit()(*args), jax.jit(step)(*args), rtol=1e-5)
 
 
+def test_the_derivative_of_a_tanh_is_written_out():
+    """As it is lowered; what the activation has of it too is made once, as compilers do."""
+
+    def of_two(w, x):
+        return jnp.sum(0.5 * (1 + jnp.tanh(x @ w)))
+
+    graph = graph_of(jax.value_and_grad(of_two), jnp.ones((4, 4)), X)
+    (tanh,) = (node for node in graph.nodes if node.prim == "tanh")
+    of_one = [node.prim for node in graph.values[tanh.outputs[0]].users if node.prim in ("add", "sub")]
+    assert sorted(of_one) == ["add", "sub"], "each once"
+
+
 def test_scan_is_a_node_with_a_body_and_links():
     graph = graph_of(layers, X, W)
     (scan,) = (node for node in graph.nodes if node.prim == "scan")

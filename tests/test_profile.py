@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import tanh
 from jax.sharding import PartitionSpec as P
 from zoo import STEPS
 
@@ -119,7 +120,7 @@ def test_what_a_loop_stacks_is_named_after_what_makes_it():
     def step(w, x):
         def layer(x, k):
             with jax.named_scope("hidden"):
-                return jnp.tanh(x @ k), None
+                return tanh(x @ k), None
 
         return jax.value_and_grad(lambda w: jnp.sum(jax.lax.scan(layer, x, w)[0] ** 2))(w)
 

@@ -38,6 +38,7 @@ _SPLIT = ((66, 8192), (132, 40960))  # dots of up to so many tiles are split whe
 TILE = 128  # elements of a side
 _ELEMENTWISE = frozenset({Kind.VIEW, Kind.CHEAP, Kind.EXPENSIVE})
 _MADE_ONCE = frozenset({"erf", "erfc"})
+_DERIVATIVE = 3  # equations, of which a tanh's is made
 _SLICES = frozenset({"slice", "dynamic_slice"})
 Parts = dict[tuple[Any, ...], float]  # (buffer, the slices that are taken of it, one after the other) → share of its elements
 
@@ -286,7 +287,17 @@ class Kernels:
         """
         if node.prim not in _MADE_ONCE and (node.prim != "tanh" or self.values[node.outputs[0]].dtype.itemsize >= WIDE):
             return False
-        return len({user.backward for user in self.values[node.outputs[0]].users}) == 2
+        users = self.values[node.outputs[0]].users
+        return any(not user.backward for user in users) and self._is_in_derivative(users)
+
+    def _is_in_derivative(self, users: Iterable[Node]) -> bool:
+        """Whether an equation of the backward pass is among these, or reads what the next few make: of a tanh, (1 + y) (1 - y)."""
+        near = [*users]
+        for _ in range(_DERIVATIVE):
+            if any(user.backward for user in near):
+                return True
+            near = [user for node in near if self._elementwise(node) for out in node.outputs for user in self.values[out].users]
+        return False
 
     def is_compared(self, value: Value) -> bool:
         """Whether two kernels read a value: one makes what it is used for, another compares it, and a mask is made where it is used."""

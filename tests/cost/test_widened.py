@@ -159,16 +159,18 @@ def attention(params, x, seed):
     return jnp.mean(jnp.einsum("bhlm,bmhk->blhk", weights, value).astype(jnp.float32) ** 2)
 
 
-# 11 % low there; strict: once it is told, the mark goes.
-ONE_MORE = pytest.mark.xfail(
-    jax.__version_info__ >= (0, 12), reason="that compiler keeps one more product of the gelu's derivative", strict=True
+# 8 % low there; strict: once it is told, the mark goes.
+LATE_LOSS = pytest.mark.xfail(
+    jax.__version_info__ >= (0, 12),
+    reason="that compiler has the loss at the end, and the random bits that it reads lie there until then",
+    strict=True,
 )
 
 
 @pytest.mark.parametrize(
     ("loss", "shapes", "x"),
     [
-        pytest.param(gated, {"up": (256, 1024), "down": (1024, 256)}, (16, 128, 256), marks=ONE_MORE),
+        pytest.param(gated, {"up": (256, 1024), "down": (1024, 256)}, (16, 128, 256), marks=LATE_LOSS),
         (attention, dict.fromkeys(("up", "down", "out"), (128, 4, 64)), (8, 256, 128)),
     ],
 )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import rotor
+from helpers import rotor, tanh
 
 import jaxauto
 from jaxauto.cost.liveness import live_bytes
@@ -28,7 +28,7 @@ def chain(width=16, rows=512, layers=LAYERS, dtype=jnp.float32):
         def loss(weights):
             y = x
             for w in weights:
-                y = jnp.tanh(jnp.tanh(y @ w["in"]) @ w["out"])
+                y = tanh(tanh(y @ w["in"]) @ w["out"])
             return jnp.mean(y**2)
 
         return jax.tree.map(lambda p, g: p - 0.1 * g, weights, jax.grad(loss)(weights))
@@ -45,7 +45,7 @@ def recurrent(width=16, rows=64, length=32):
         def loss(weights):
             y = x
             for w in weights:
-                y = jax.lax.scan(lambda h, now, w=w: (jnp.tanh((h + now) @ w),) * 2, jnp.zeros((rows, width)), y)[1]
+                y = jax.lax.scan(lambda h, now, w=w: (tanh((h + now) @ w),) * 2, jnp.zeros((rows, width)), y)[1]
             return jnp.mean(y**2)
 
         return jax.tree.map(lambda p, g: p - 0.1 * g, weights, jax.grad(loss)(weights))
@@ -102,7 +102,7 @@ def test_memory_is_as_told(make, target):
         assert peak(remat, other, other.remade) == pytest.approx(told.max(), rel=0.02)
 
 
-@pytest.mark.parametrize(("make", "deep", "share"), [(chain, True, 1.001), (recurrent, False, 1.08)])  # at the least scans are cut
+@pytest.mark.parametrize(("make", "deep", "share"), [(chain, True, 1.001), (recurrent, False, 1.2)])  # at the least scans are cut
 def test_a_plan_with_less_than_blocks_alone_need(make, deep, share, tmp_path):
     step, args = make()
     target = "cpu:1"
@@ -125,7 +125,7 @@ def test_no_more_forward_passes_than_the_optimum_of_rotor():
     args = [jax.ShapeDtypeStruct((width, width), jnp.bfloat16)] * layers, jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
 
     def step(ws, x):
-        loss = lambda ws: jnp.sum(functools.reduce(lambda h, w: jnp.tanh(h @ w), ws, x).astype(jnp.float32) ** 2)  # noqa: E731
+        loss = lambda ws: jnp.sum(functools.reduce(lambda h, w: tanh(h @ w), ws, x).astype(jnp.float32) ** 2)  # noqa: E731
         return [w - 0.1 * g for w, g in zip(ws, jax.grad(loss)(ws), strict=True)]
 
     def planned(budget):

@@ -17,6 +17,7 @@ from zoo import STEPS
 import jaxauto
 from jaxauto.options import mesh_axes
 from jaxauto.planner import read
+from jaxauto.solve import remat as remat_module
 from jaxauto.solve import search as search_module
 from jaxauto.solve.candidate import Candidate, fastest_of_first, least_of_each
 from jaxauto.solve.check import check
@@ -124,6 +125,7 @@ def test_what_lies_between_the_levels_is_looked_at_where_memory_is_plenty(monkey
     step, args = STEPS["transformer_scan"]()
     monkeypatch.setattr(Search, "_swap", lambda *_: [])
     monkeypatch.setattr(Search, "_mix", lambda *_: None)
+    monkeypatch.setattr(remat_module, "MAX_LEVELS", 4)  # the best lies between them
     found = {}
     for closer in (0, search_module._CLOSER):
         monkeypatch.setattr(search_module, "_CLOSER", closer)

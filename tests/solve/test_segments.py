@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import rotor
+from helpers import rotor, tanh
 
 import jaxauto
 from jaxauto import certify
@@ -31,7 +31,7 @@ LAYERS, WIDTH, ROWS = 16, 256, 4096
 def chain(layers=LAYERS, width=WIDTH, rows=ROWS):
     def step(weights, x):
         def loss(weights):
-            y, _ = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, weights)
+            y, _ = jax.lax.scan(lambda y, w: (tanh(y @ w), None), x, weights)
             return jnp.sum(y.astype(jnp.float32) ** 2)
 
         return weights - 0.1 * jax.grad(loss)(weights)
