@@ -160,8 +160,9 @@ def test_a_program_that_does_not_fit_says_how_much(target):
             [f32(side, side)] * 5, [P()] * 5, [P()] * 3, (), target, (4, 2), AXES,
         )  # fmt: skip
     assert caught.value.needed_bytes >= 5 * side * side * 4
-    assert caught.value.limit_bytes == pytest.approx(target.chip.hbm_bytes, rel=1e-6)
-    needed = f"{caught.value.needed_bytes / GIB:.2f} GiB of {target.chip.hbm_bytes / GIB:.2f} GiB"
+    spare = (caught.value.limit_bytes - target.chip.hbm_bytes) / GIB
+    assert -1e-6 < spare < 0.01 + 1e-6, "as told, to the last digit, by one of the supported versions, and by none less"
+    needed = f"{caught.value.needed_bytes / GIB:.2f} GiB of {caught.value.limit_bytes / GIB:.2f} GiB"
     assert str(caught.value) == f"the program does not fit one device of {target}: it needs {needed}"
 
 

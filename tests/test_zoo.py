@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import MUTATING_STEPS, SMOKE_STEPS, STEPS, assert_same_mutation, assert_same_training
+from helpers import MUTATING_STEPS, SMOKE_STEPS, STEPS, assert_same_mutation, assert_same_training, precise
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -36,7 +36,8 @@ def smoke_or_not(name):
 def test_step_trains_alike_when_its_arguments_are_sharded_by_hand(name):
     step, args = STEPS[name]()
     jitted = jax.jit(step)
-    losses = assert_same_training(step, args, lambda *now: jitted(*shard_by_hand(now)), steps=4)
+    with precise(name, args) as args:
+        losses = assert_same_training(step, args, lambda *now: jitted(*shard_by_hand(now)), steps=4)
     assert min(losses[1:]) < losses[0], losses
 
 

@@ -85,6 +85,7 @@ def _clock(ghz: float, origin: Literal["fitted", "assumed"] = "fitted") -> Numbe
 
 
 _ICI = "{}; 0.9 of nominal"
+_LEAST = "XLA's out-of-memory message, libtpu 0.0.50; older ones say 0.01 GiB more"
 _TPUS = (
     _tpu(
         "v4",
@@ -126,7 +127,7 @@ _TPUS = (
         "cubes",
         bf16=459e12,
         others={"int8": 918e12, "int4": 1840e12, "float8_e4m3fn": 459e12},
-        hbm=Number(95.74 * GIB, "byte", "XLA's out-of-memory message", "fitted"),
+        hbm=Number(95.73 * GIB, "byte", _LEAST, "fitted"),
         hbm_bandwidth=Number(2765e9, "byte/s", GOOGLE.format("v5p")),
         vector=_vector(2, 1.75),
         link=Number(90e9, "byte/s", _ICI.format(BOOK)),
@@ -161,7 +162,7 @@ _TPUS = (
         devices_per_chip=2,
         bf16=2307e12 / 2,
         others={"float8_e4m3fn": 4614e12 / 2},
-        hbm=Number(94.75 * GIB, "byte", "XLA's out-of-memory message", "fitted"),
+        hbm=Number(94.74 * GIB, "byte", _LEAST, "fitted"),
         hbm_bandwidth=Number(7380e9 / 2, "byte/s", GOOGLE.format("tpu7x")),
         vector=_vector(1, 1.75),
         link=Number(90e9, "byte/s", f"{RECIPES}: all-gather plateau of 179 GB/s over two links", "fitted"),
