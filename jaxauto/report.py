@@ -141,7 +141,8 @@ def _memory(plan: Plan) -> list[tuple[str, str, str]]:
     e = plan.estimate
     parts = sorted(e.memory.items(), key=lambda kv: -kv[1])
     rows = [(name, size(bytes_), share(bytes_, plan.budget_bytes)) for name, bytes_ in parts if bytes_ > 0]
-    return [("peak", size(e.peak_memory), share(e.peak_memory, plan.budget_bytes)), *rows]
+    told = [("peak", e.peak_memory), *([] if e.allocated is None else [("allocated, with the gaps in its heap", e.allocated)])]
+    return [*((name, size(bytes_), share(bytes_, plan.budget_bytes)) for name, bytes_ in told), *rows]
 
 
 def _collectives(collectives: Sequence[Collective]) -> list[tuple[str, ...]]:

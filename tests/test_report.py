@@ -68,6 +68,7 @@ class TestSummary:
         assert row(text, "step")[1] == tables.duration(e.step_time)
         assert row(text, "  of it exposed")[1] == tables.duration(e.exposed_comm_time)
         assert row(text, "peak")[1] == tables.size(e.peak_memory)
+        assert row(text, "allocated, with the gaps in its heap")[1] == tables.size(e.allocated)
         assert sum(e.memory.values()) == pytest.approx(e.peak_memory)
         for name, bytes_ in e.memory.items():
             if bytes_ > 0:
