@@ -27,6 +27,22 @@ def packed(begin: np.ndarray, end: np.ndarray, bytes_: np.ndarray) -> float:
     return min(float((offsets(begin[o], end[o], bytes_[o]) + bytes_[o]).max(initial=0.0)) for o in (spatial, temporal))
 
 
+def within(begin: np.ndarray, end: np.ndarray, bytes_: np.ndarray, returned: np.ndarray) -> np.ndarray:
+    """Which arrays lie in the memory of a result before it is made: ``bool[n]``. Such memory is no part of the heap.
+
+    The largest comes first, and finds any result that is no smaller while nothing else is in it (BufferAssigner::AssignSingleHloBuffer).
+    """
+    found, taken = np.zeros(len(begin), bool), {int(k): [int(k)] for k in np.nonzero(returned)[0]}
+    for k in np.argsort(-bytes_, kind="stable") if taken else ():
+        for result, there in taken.items():
+            apart = all(end[k] < begin[x] or end[x] < begin[k] for x in there)
+            if not returned[k] and bytes_[k] <= bytes_[result] and apart:
+                there.append(int(k))
+                found[k] = True
+                break
+    return found
+
+
 def large(begin: np.ndarray, end: np.ndarray, bytes_: np.ndarray) -> np.ndarray:
     """Those that are not small beside all that is there at once: ``bool[n]``."""
     return bytes_ > LEAST * live(begin, end, bytes_)

@@ -47,6 +47,11 @@ def waited_for(groups: Groups, late_only: Set[int]) -> frozenset[int]:
     return frozenset(as_read(groups, o) for _, o in made).union(summed_gradients(groups, late_only))
 
 
+def is_checkpointed(graph: Graph) -> bool:
+    """Whether the program, as written, makes something again itself: ``jax.checkpoint``."""
+    return any(node.again for node in walk(graph))
+
+
 def held_on_cpu(rewritten: Rewritten, groups: Groups, late_only: Set[int], devices: int, *, pressed: bool = False) -> Graph:
     """A program with the barriers that hold XLA:CPU to its order; ``pressed``: something is made again for the sake of memory."""
     return in_order(rewritten, waited_for(groups, late_only), habits_of("cpu", devices, pressed=pressed)).graph

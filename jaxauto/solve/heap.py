@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxauto.cost.heap import large, live, packed
+from jaxauto.cost.heap import large, live, packed, within
 from jaxauto.solve.beside import held_beside_all_but
 from jaxauto.solve.model import Model
 from jaxauto.solve.widened import held_widened, in_halves
@@ -13,12 +13,12 @@ PLACED = frozenset({"cpu"})  # whose heaps are known
 
 
 def heap_gaps(model: Model, x: np.ndarray) -> float:
-    """Bytes that are allocated beyond those alive at once: gaps in the heap (``cost/heap.py``), and results before they are made."""
+    """Bytes that are allocated beyond those alive at once: gaps in the heap (``cost/heap.py``), and in results before they are made."""
     begin, end, bytes_, returned = arrays(model, x)
     counts = large(begin, end, bytes_) | returned
     begin, end, bytes_, returned = begin[counts], end[counts], bytes_[counts], returned[counts]
-    heap = packed(begin[~returned], end[~returned], bytes_[~returned])
-    return heap + float(bytes_[returned].sum()) - live(begin, end, bytes_)
+    heap = ~(returned | within(begin, end, bytes_, returned))
+    return packed(begin[heap], end[heap], bytes_[heap]) + float(bytes_[returned].sum()) - live(begin, end, bytes_)
 
 
 def arrays(model: Model, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

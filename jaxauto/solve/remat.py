@@ -36,7 +36,7 @@ from jaxauto.rewrite.recompute import recompute
 from jaxauto.rewrite.split import can_split
 from jaxauto.rules import rule_for
 from jaxauto.solve.frontier import Drop, form, frontier
-from jaxauto.solve.gradients import held_on_cpu
+from jaxauto.solve.gradients import held_on_cpu, is_checkpointed
 from jaxauto.solve.nested import nestings
 
 MAX_LEVELS = 8
@@ -137,6 +137,7 @@ class Remat:
         self.movable = movable or {}
         self._state: dict[float, frozenset[int]] = {}
         self.operations = {op.node.id: op for op in groups.operations}
+        self.checkpointed = is_checkpointed(graph)
         self._variants: dict[Level, Variant] = {}
         self._rules: dict[int, tuple[Any, OpRule]] = {}
         self.splittable = [b for b in range(len(self.blocks)) if can_split(self.blocks, b) and not self._widens_stacks(self.blocks[b])]
@@ -311,13 +312,14 @@ class Remat:
         return Variant(level, rewritten, buffers, origin, stacked, self._extra(level, chosen), operations, self._partly(level))
 
     def _as_ordered(self, rewritten: Rewritten, level: Level, *, pressed: bool) -> Graph | None:
-        """The program with the barriers that hold XLA:CPU to its order (``awaited.py``).
+        """The program as XLA:CPU is given it, with the barriers that hold it to its order, if any do (``awaited.py``).
 
-        None: it is told in its own order, where something is fetched from the host's memory, and where several devices are held to none:
-        what is summed over them changes which operand comes first.
+        None: it is told in its own order, where something is fetched from the host's memory.
         """
-        if level.offloaded or (self.devices > 1 and not pressed):
+        if level.offloaded:
             return None
+        if self.devices > 1 and not (pressed or self.checkpointed):
+            return rewritten.graph
         return held_on_cpu(rewritten, self.groups, self.late_only, self.devices, pressed=pressed)
 
     def _partly(self, level: Level) -> frozenset[int]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxauto.cost import heap
-from jaxauto.cost.heap import large, live, packed
+from jaxauto.cost.heap import large, live, packed, within
 
 
 def arrays(*rows):
@@ -58,3 +58,20 @@ def test_what_is_small_counts_for_little(found):
     begin, end, bytes_ = found
     counts = large(begin, end, bytes_)
     assert bytes_[~counts].max(initial=0) <= live(*found) / 1024
+
+
+@pytest.mark.parametrize(
+    ("rows", "inside"),
+    [
+        ([(0, 3, 8), (5, 9, 8)], [True, False]),  # before the result, in its place
+        ([(0, 5, 8), (5, 9, 8)], [False, False]),  # still there when it is made
+        ([(0, 3, 9), (5, 9, 8)], [False, False]),  # larger
+        ([(0, 3, 4), (2, 4, 8), (5, 9, 8)], [False, True, False]),  # the largest first
+        ([(0, 1, 4), (2, 4, 8), (5, 9, 8)], [True, True, False]),
+    ],
+)
+def test_what_lies_in_the_place_of_a_result(rows, inside):
+    """The last array is returned."""
+    returned = np.arange(len(rows)) == len(rows) - 1
+    assert within(*arrays(*rows), returned).tolist() == inside
+    assert not within(*arrays(*rows), ~returned & returned).any()
