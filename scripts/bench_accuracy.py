@@ -9,6 +9,7 @@ memory, flops, collectives, seconds by the roofline of the compiled schedule. To
 the three settings, in turn from model to model, one device under all; with --every each sharding under all three. Writes
 results/accuracy.json as it goes and results/accuracy.md. With --estimates nothing is compiled or written: of the plans of one device that
 recompute nothing, which are as the program is written whatever the estimate says, today's estimate is told beside what was compiled then.
+With another version of JAX and its compilers the tables are kept apart: --out results/accuracy_newest.json.
 """
 
 from __future__ import annotations
@@ -239,7 +240,8 @@ def _when() -> str:
 def _days(found: dict[str, dict]) -> Iterator[str]:
     for chip in TARGETS:
         days = Counter(row.get("on", "earlier") for key, row in found.items() if key.endswith(f"| {chip}"))
-        yield f"- {chip}: " + "; ".join(f"{day} {count}" for day, count in sorted(days.items()))
+        if days:
+            yield f"- {chip}: " + "; ".join(f"{day} {count}" for day, count in sorted(days.items()))
 
 
 def ranks(found: dict[str, dict]) -> list[str]:
