@@ -82,7 +82,8 @@ def find_buffers(
       bytes_per_flop: what HBM moves while the matrix unit does one flop.
       ops_per_byte: what the vector unit does while HBM moves a byte.
       devices: that the program is spread over; on one, no gradient is summed before the optimizer has it.
-      held: on CPU, ``graph`` as the compiler is given it, with barriers that hold it to an order; None: it keeps to that of ``graph``.
+      held: on CPU, ``graph`` as the compiler is given it, with the barriers that hold it to an order, if any: it is told as that runs it,
+        depth first. None: in the order of ``graph``.
     """
     make = partial(_Fusion, graph, rules, aliased, platform, bytes_per_flop, ops_per_byte, devices)
     first = make()

@@ -34,12 +34,11 @@ def within(begin: np.ndarray, end: np.ndarray, bytes_: np.ndarray, returned: np.
     """
     found, taken = np.zeros(len(begin), bool), {int(k): [int(k)] for k in np.nonzero(returned)[0]}
     for k in np.argsort(-bytes_, kind="stable") if taken else ():
-        for result, there in taken.items():
-            apart = all(end[k] < begin[x] or end[x] < begin[k] for x in there)
-            if not returned[k] and bytes_[k] <= bytes_[result] and apart:
-                there.append(int(k))
-                found[k] = True
-                break
+        roomy = (there for result, there in taken.items() if not returned[k] and bytes_[k] <= bytes_[result])
+        free = next((there for there in roomy if all(end[k] < begin[x] or end[x] < begin[k] for x in there)), None)
+        if free is not None:
+            free.append(int(k))
+            found[k] = True
     return found
 
 
