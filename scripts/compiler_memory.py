@@ -3,6 +3,7 @@
 Compiles a row of bench_accuracy.py ahead of time, has XLA:TPU write its buffers to FOLDER, and lists the largest ones of the heap where
 most is live: bytes, address, steps of the schedule, the instruction that made it. Before them what the planner believes to be there at its
 peak, with positions in its program. What both know needs no thought; the rest says what is told wrong. Arguments are not in the heap.
+Beside the heap stands what cost/heap.py makes of its buffers: the same on CPU, where that is how they are placed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import bench_accuracy  # noqa: E402
 from compiler_passes import dump  # noqa: E402
 
+from jaxauto.cost.heap import packed  # noqa: E402
 from jaxauto.solve.live import timeline  # noqa: E402
 
 MIB = 2**20
@@ -78,6 +80,18 @@ def live_at(found: Iterable[Slot], step: int) -> tuple[int, list[Slot]]:
     return taken, there
 
 
+def placed(found: Iterable[Slot]) -> float:
+    """Bytes of the heap by ``cost/heap.py``: values that lie upon each other are one array."""
+    arrays: list[list[int]] = []
+    for s in sorted(found, key=lambda s: (s.offset, s.bytes_, s.begin)):
+        if arrays and arrays[-1][:2] == [s.offset, s.bytes_] and s.begin <= arrays[-1][3]:
+            arrays[-1][3] = max(arrays[-1][3], s.end)
+        else:
+            arrays.append([s.offset, s.bytes_, s.begin, s.end])
+    _, bytes_, begin, end = np.array(arrays).T
+    return packed(begin, end, bytes_.astype(float))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("row", help="group | model | sharding | setting | chip, a TPU")
@@ -93,6 +107,8 @@ def main() -> None:
     step = max((s.begin for s in found), key=lambda step: live_at(found, step)[0])
     taken, there = live_at(found, step)
     print(f"compiled: {taken / MIB:,.1f} MiB in the heap at {step}")
+    heap = max(s.offset + s.bytes_ for s in found)
+    print(f"heap: {heap / MIB:,.1f} MiB with its gaps, {placed(found) / MIB:,.1f} as XLA:CPU would place it")
     first: dict[tuple[int, int], Slot] = {}
     for s in there:
         first.setdefault((s.offset, s.bytes_), s)
