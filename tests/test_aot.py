@@ -160,8 +160,9 @@ def test_a_program_that_does_not_fit_says_how_much(target):
             [f32(side, side)] * 5, [P()] * 5, [P()] * 3, (), target, (4, 2), AXES,
         )  # fmt: skip
     assert caught.value.needed_bytes >= 5 * side * side * 4
-    spare = (caught.value.limit_bytes - target.chip.hbm_bytes) / GIB
-    assert -1e-6 < spare < 0.01 + 1e-6, "as told, to the last digit, by one of the supported versions, and by none less"
+    older = 0.01 if target.chip.name in ("v5p", "tpu7x") else 0.0  # GiB that libtpu left more before 0.0.50
+    expected = [pytest.approx(target.chip.hbm_bytes + more * GIB, rel=1e-6) for more in (0.0, older)]
+    assert caught.value.limit_bytes in expected
     needed = f"{caught.value.needed_bytes / GIB:.2f} GiB of {caught.value.limit_bytes / GIB:.2f} GiB"
     assert str(caught.value) == f"the program does not fit one device of {target}: it needs {needed}"
 
