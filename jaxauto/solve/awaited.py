@@ -20,7 +20,7 @@ from jaxauto.graph import BarrierEqn
 from jaxauto.groups import Operand, Operation
 from jaxauto.solve.beside import borders_held
 from jaxauto.solve.candidate import Candidate
-from jaxauto.solve.gradients import as_read, is_checkpointed, straight_gradients, summed_gradients, waited_for
+from jaxauto.solve.gradients import as_read, is_held_on_cpu, straight_gradients, summed_gradients, waited_for
 from jaxauto.solve.live import timeline
 from jaxauto.solve.model import Model
 from jaxauto.solve.positions import reduced_factors
@@ -47,8 +47,8 @@ def awaited(candidate: Candidate) -> frozenset[int] | None:
     if platform != "tpu":
         sums_too = platform == "cpu" or not alone
         made = waited_for(model.groups, model.program.late_only) if sums_too else frozenset(g.value for g in _finished(model))
-        pressed = pressed or (platform == "cpu" and is_checkpointed(model.groups.graph))
-        return made if platform == "gpu" or alone or pressed else None
+        held = platform == "gpu" or is_held_on_cpu(model.groups.graph, model.mesh.num_devices, pressed=pressed)
+        return made if held else None
     much = _MUCH * candidate.peak_bytes if pressed and alone else math.inf
     small = frozenset(g.value for g, spared, summed in _small(candidate) if summed or spared > much)
     return small | (frozenset() if alone else frozenset(_sums_too_late(candidate)))

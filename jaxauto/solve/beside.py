@@ -5,7 +5,7 @@ Not what operands are resharded into: see ``brought.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,17 +34,18 @@ if TYPE_CHECKING:
     from jaxauto.solve.model import Model
 
 
-Rows = Callable[["Model"], Iterator[Row]]
-
-
 @dataclass(frozen=True, eq=False)
 class Beside:
-    """``pairs[which[k]]`` is there from position ``begin[k]`` to ``end[k]``: two variables in their order, bytes by their states."""
+    """``pairs[which[k]]`` is there from position ``begin[k]`` to ``end[k]``: two variables in their order, bytes by their states.
+
+    ``widened[k]``: it is a dot's, in float32 (``held_widened``).
+    """
 
     begin: np.ndarray
     end: np.ndarray
     which: np.ndarray
     pairs: list[tuple[int, int, np.ndarray]]
+    widened: np.ndarray
 
     def at(self, position: int) -> Iterator[tuple[int, int, np.ndarray]]:
         there = self.which[(self.begin <= position) & (position <= self.end)]
@@ -65,16 +66,12 @@ class Beside:
 
 def held_beside(model: Model) -> Beside:
     """All of it, for a variant on a mesh."""
-    return model.cached(("beside", model.variant), lambda: _collected([row for rows in _ROWS for row in rows(model)]))
+    return model.cached(("beside", model.variant), lambda: _collected(model))
 
 
-def held_beside_all_but(left_out: Rows, model: Model) -> Beside:
-    """The same without the rows of one of ``_ROWS``."""
-    key = "beside", left_out, model.variant
-    return model.cached(key, lambda: _collected([row for rows in _ROWS if rows is not left_out for row in rows(model)]))
-
-
-def _collected(rows: list[Row]) -> Beside:
+def _collected(model: Model) -> Beside:
+    of = [(row, rows is held_widened) for rows in _ROWS for row in rows(model)]
+    rows = [row for row, _ in of]
     index: dict[tuple[int, int, int], int] = {}
     pairs: list[tuple[int, int, np.ndarray]] = []
     which = []
@@ -85,7 +82,7 @@ def _collected(rows: list[Row]) -> Beside:
             pairs.append((i, j, table))
         which.append(index[key])
     begin, end = (np.array([row[k] for row in rows], int) for k in (0, 1))
-    return Beside(begin, end, np.array(which, int), pairs)
+    return Beside(begin, end, np.array(which, int), pairs, np.array([widened for _, widened in of], bool))
 
 
 def _of_results(model: Model) -> Iterator[Row]:

@@ -47,9 +47,9 @@ def waited_for(groups: Groups, late_only: Set[int]) -> frozenset[int]:
     return frozenset(as_read(groups, o) for _, o in made).union(summed_gradients(groups, late_only))
 
 
-def is_checkpointed(graph: Graph) -> bool:
-    """Whether the program, as written, makes something again itself: ``jax.checkpoint``."""
-    return any(node.again for node in walk(graph))
+def is_held_on_cpu(graph: Graph, devices: int, *, pressed: bool) -> bool:
+    """Whether XLA:CPU is held to an order: on several devices where something is made again, also by the user's ``jax.checkpoint``."""
+    return devices == 1 or pressed or any(node.again for node in walk(graph))
 
 
 def held_on_cpu(rewritten: Rewritten, groups: Groups, late_only: Set[int], devices: int, *, pressed: bool = False) -> Graph:

@@ -36,7 +36,7 @@ from jaxauto.rewrite.recompute import recompute
 from jaxauto.rewrite.split import can_split
 from jaxauto.rules import rule_for
 from jaxauto.solve.frontier import Drop, form, frontier
-from jaxauto.solve.gradients import held_on_cpu, is_checkpointed
+from jaxauto.solve.gradients import held_on_cpu, is_held_on_cpu
 from jaxauto.solve.nested import nestings
 
 MAX_LEVELS = 8
@@ -137,7 +137,6 @@ class Remat:
         self.movable = movable or {}
         self._state: dict[float, frozenset[int]] = {}
         self.operations = {op.node.id: op for op in groups.operations}
-        self.checkpointed = is_checkpointed(graph)
         self._variants: dict[Level, Variant] = {}
         self._rules: dict[int, tuple[Any, OpRule]] = {}
         self.splittable = [b for b in range(len(self.blocks)) if can_split(self.blocks, b) and not self._widens_stacks(self.blocks[b])]
@@ -318,7 +317,7 @@ class Remat:
         """
         if level.offloaded:
             return None
-        if self.devices > 1 and not (pressed or self.checkpointed):
+        if not is_held_on_cpu(self.graph, self.devices, pressed=pressed):
             return rewritten.graph
         return held_on_cpu(rewritten, self.groups, self.late_only, self.devices, pressed=pressed)
 
