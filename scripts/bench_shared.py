@@ -1,8 +1,7 @@
 """What two dots read: is it written once, or made in each of them? python scripts/bench_shared.py [--targets …]
 
 ``t`` is made of arrays in HBM by equations that a compiler can fuse, and read by two dots, once along its rows and once along its columns.
-Compiled ahead of time for one device; ``t`` is written where the temporaries hold it. (The planner also writes cheap products of two: in a
-step one of the two is often what a dot makes, and the product is made with that.) Moved: bytes that making it in each dot reads, as a
+Compiled ahead of time for one device; ``t`` is written where the temporaries hold it. Moved: bytes that making it in each dot reads, as a
 share of those of writing it once (``cost/patterns.py``, ``is_shared``).
 
 Then the same of what is made of a dot's result and more, as gradients through activations are: where that is written, the fusion of the dot
@@ -15,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -37,7 +37,18 @@ def softmax(scores: jax.Array) -> jax.Array:
     return exp / exp.sum(-1, keepdims=True)
 
 
-# name → how it is made (in float32), the types of what it is made of
+def normed(x: jax.Array, axis: int) -> jax.Array:
+    """Over rows (``axis`` 1) or features (0)."""
+    centred = x - x.mean(axis, keepdims=True)
+    return centred * jax.lax.rsqrt((centred**2).mean(axis, keepdims=True) + 1e-6)
+
+
+def norm_gradient(x: jax.Array, g: jax.Array, axis: int) -> jax.Array:
+    """Of what is normed already."""
+    return g - g.mean(axis, keepdims=True) - x * (g * x).mean(axis, keepdims=True)
+
+
+# name → how it is made (in float32), the types of what it is made of ("rows", "columns": of one number for each)
 CASES: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "a product of one, bfloat16": (lambda a: a * a, ("bfloat16",)),
     "a product of two, bfloat16": (lambda a, b: a * b, ("bfloat16", "bfloat16")),
@@ -48,6 +59,17 @@ CASES: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "a gated product, bfloat16": (lambda a, b: jax.nn.silu(a) * b, ("bfloat16", "bfloat16")),
     "a softmax of bfloat16": (softmax, ("bfloat16",)),
     "a softmax of float32": (softmax, ("float32",)),
+    "a gradient through a softmax": (lambda p, g: p * (g - (p * g).sum(-1, keepdims=True)), ("bfloat16", "bfloat16")),
+    "rows centred and scaled": (lambda a, m, r: (a - m) * r, ("float32", "rows", "rows")),
+    "columns centred and scaled": (lambda a, m, r: (a - m) * r, ("float32", "columns", "columns")),
+    "a norm of rows": (partial(normed, axis=1), ("float32",)),
+    "a norm of columns": (partial(normed, axis=0), ("float32",)),
+    "a gradient through a norm of rows": (partial(norm_gradient, axis=1), ("bfloat16", "bfloat16")),
+    "a gradient through a norm of columns": (partial(norm_gradient, axis=0), ("bfloat16", "bfloat16")),
+    "rows divided": (lambda a, m: a / m, ("float32", "rows")),
+    "a quotient of two, bfloat16": (lambda a, b: a / b, ("bfloat16", "bfloat16")),
+    "a square root": (jnp.sqrt, ("float32",)),
+    "one where the other is positive": (lambda a, b: jnp.where(a > 0, b, 0), ("bfloat16", "bfloat16")),
 }
 
 
@@ -56,12 +78,17 @@ def step_of(make: Callable, types: tuple[str, ...]) -> tuple[Callable, tuple]:
         t = make(*(x.astype(jnp.float32) for x in roots)).astype(jnp.bfloat16)
         return t @ left, jax.lax.dot_general(t, right, (((0,), (0,)), ((), ())))
 
-    roots = tuple(jax.ShapeDtypeStruct((ROWS, COLUMNS), t) for t in types)
-    return step, (roots, *(jax.ShapeDtypeStruct((n, WIDTH), "bfloat16") for n in (COLUMNS, ROWS)))
+    return step, (tuple(map(array, types)), *(jax.ShapeDtypeStruct((n, WIDTH), "bfloat16") for n in (COLUMNS, ROWS)))
+
+
+def array(of: str) -> jax.ShapeDtypeStruct:
+    """Of a type; "rows", "columns": of one number for each."""
+    shape = {"rows": (ROWS, 1), "columns": (1, COLUMNS)}.get(of, (ROWS, COLUMNS))
+    return jax.ShapeDtypeStruct(shape, of if shape == (ROWS, COLUMNS) else "float32")
 
 
 def share(types: tuple[str, ...]) -> float:
-    wide, own = sum(jnp.dtype(t).itemsize for t in types), jnp.dtype("bfloat16").itemsize
+    wide, own = sum(array(t).size * array(t).dtype.itemsize for t in types), ROWS * COLUMNS * jnp.dtype("bfloat16").itemsize
     return 2 * wide / (wide + 3 * own)
 
 
@@ -93,8 +120,7 @@ def gradient_step(name: str) -> tuple[Callable, tuple]:
         return read, [t.sum(0, dtype=jnp.float32) for t in ts if "bias" in name]
 
     rows, columns = (jax.ShapeDtypeStruct((n, WIDTH), "bfloat16") for n in (ROWS, COLUMNS))
-    wide = {t: jax.ShapeDtypeStruct((ROWS, 1), "float32") if t == "rows" else jax.ShapeDtypeStruct((ROWS, COLUMNS), t) for t in types}
-    return step, (rows, jax.ShapeDtypeStruct((WIDTH, COLUMNS), "bfloat16"), tuple(wide[t] for t in types), columns, rows)
+    return step, (rows, jax.ShapeDtypeStruct((WIDTH, COLUMNS), "bfloat16"), tuple(map(array, types)), columns, rows)
 
 
 def compiled(step: Callable, args: tuple, target: str) -> jaxauto.verify.Verification:

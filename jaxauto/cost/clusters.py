@@ -4,11 +4,14 @@ A cluster is one dot and the fused values that are made of its result before ano
 - the result itself is not written, nor what only the cluster reads (scores and their maxima before a softmax)     ``Found.absorbed``
 - what needs a sum that takes a pass of its own is not made in it                                                 ``Clusters._first_pass``
 - nor what puts elements of the result elsewhere                                                                   ``moving.py``
-- a result that is written has its own sums and maxima made beside it, without reading it again                   ``Clusters._beside``
+- a result that is written has what is made of it made beside it, without reading it again: sums, maxima, a sum with the residual stream
+                                                                                                                  ``Clusters._beside``
+- a result that is narrowed before several read it is written narrow                                             ``Clusters.narrows``
 - on one device the optimizer is part of it, with the gradient that the dot makes                               ``Clusters._goes_along``
 - an elementwise operand is not written either: a dot or convolution reads what that is made of                  ``Clusters.feed``
 - what is made of the same arrays, or of each other, is made in one pass that reads each array once              ``Clusters._read_once``
 - one of several results of one fusion is not written over by what reads it last                                 ``Clusters.in_tuple``
+- what it makes, sums of two aside, is written over nothing that it reads                                          ``Found.shared``
 - HBM traffic runs beside the flops: of B bytes only what exceeds ``flops * bytes_per_flop`` costs time            ``Clusters._charge``
 """
 
@@ -27,6 +30,7 @@ from jaxauto.cost.patterns import ROW, is_flat, lanes_filled, sums_later
 FUSING = MATRIX
 _APART = FUSING | {Kind.GATHER, Kind.SCATTER, Kind.OPAQUE}
 _SUMS = frozenset({"add", "add_any"})
+_FUSED = frozenset({Kind.CHEAP, Kind.EXPENSIVE, Kind.VIEW})
 _WALLS = frozenset({"optimization_barrier", "scan", "while", "cond"})
 
 
@@ -50,6 +54,7 @@ class Found:
 class _Cluster:
     node: Node
     stored: list[int] = field(default_factory=list)
+    along: list[int] = field(default_factory=list)  # made as the result is written
     read: set[int] = field(default_factory=set)
     fed: dict[int, frozenset[int]] = field(default_factory=dict)  # elementwise operand → what it is made of
 
@@ -57,8 +62,9 @@ class _Cluster:
 class Clusters:
     """Collects fused values of a program as they are met, then tells what they cost."""
 
-    def __init__(self, values: Mapping[int, Value], rules: Mapping[int, OpRule], bytes_per_flop: float, *, alone: bool):
-        self.values, self.rules, self.bytes_per_flop, self.alone = values, rules, bytes_per_flop, alone
+    def __init__(self, values: Mapping[int, Value], rules: Mapping[int, OpRule], narrowed: Set[int], bytes_per_flop: float, *, alone: bool):
+        """``narrowed``: values that are written in half their bytes, as far as is known."""
+        self.values, self.rules, self.narrowed, self.bytes_per_flop, self.alone = values, rules, narrowed, bytes_per_flop, alone
         self.stored: dict[int, tuple[frozenset[int], int]] = {}
         self.clusters: dict[int, _Cluster] = {}
         self.used: set[int] = set()
@@ -92,6 +98,8 @@ class Clusters:
         """Those of a fused value's roots that are not read for it if it is written: the last dot's result whose fusion can make it (the
         gradient of what an activation is made of) and what else that makes, unless it is a sum. And those that are not written then."""
         node = value.producer
+        if self._is_summed_apart(value, roots):
+            return roots, frozenset()
         alike = (r for r in self._in_place(value.id, roots) if self._same_size(r, value.id) and self._fuses(r, frozenset()))
         for dot in sorted(alike, reverse=True):
             made = {r for r in roots if r in self.stored and dot in self.stored[r][0]}
@@ -100,6 +108,28 @@ class Clusters:
                 unread = frozenset({dot} | made)
                 return unread, unread if self._goes_into_alone(dot, value.id) else frozenset()
         return frozenset(), frozenset()
+
+    def _is_summed_apart(self, value: Value, roots: frozenset[int]) -> bool:
+        """Whether a pass of its own sums a value, which needs a sum itself: that reads what the value is made of in any case."""
+        made = [node for r in roots if (node := self.values[r].producer) is not None and self._kind(node) is Kind.REDUCE]
+        same = any(value.producer is not None and node.backward == value.producer.backward for node in made)
+        return same and any(self._kind(user) is Kind.REDUCE for user in value.users)
+
+    def narrows(self, value: Value, roots: frozenset[int]) -> bool:
+        """Whether all that is made of a dot's result is made of a value of fewer bytes, which the dot writes instead."""
+        if len(value.users) < 2 or len(roots) != 1:
+            return False
+        (root,) = roots
+        if not self._is_dot(root) or not self._same_size(root, value.id) or value.nbytes >= self.values[root].nbytes:
+            return False
+        x = value.id
+        while x != root:
+            made = self.values[x].producer
+            operands = [y for y in made.inputs if isinstance(y, int)] if made is not None else []
+            if len(operands) != 1 or len(self.values[operands[0]].users) != 1:
+                return False
+            (x,) = operands
+        return True
 
     def _in_place(self, number: int, roots: frozenset[int]) -> frozenset[int]:
         """Those of a value's roots whose elements lie where its own do."""
@@ -137,7 +167,9 @@ class Clusters:
                 cluster.read |= roots - mine
                 until[dot] = max(until.get(dot, 0), at)
             elif number in beside:
-                self._cluster(beside[number]).read |= roots - {beside[number]}
+                cluster = self._cluster(beside[number])
+                cluster.along.append(number)
+                cluster.read |= roots - {beside[number]}
             elif not self._of_the_same_pass(number, roots):
                 loose.append(number)
         result.absorbed.update({number: at for number, at in until.items() if number not in wanted})
@@ -146,7 +178,8 @@ class Clusters:
         self.in_tuple.update(dot for dot in beside.values() if dot not in result.absorbed)
         for cluster in self.clusters.values():
             self._charge(cluster, result)
-            written = [n for n in (*cluster.node.outputs, *cluster.stored) if n in start and n not in result.absorbed]
+            result.shared.update((n, set(self.stored[n][0])) for n in cluster.stored if self._node(n).prim not in _SUMS)
+            written = [n for n in (*cluster.node.outputs, *cluster.stored, *cluster.along) if n in start and n not in result.absorbed]
             self.in_tuple.update(written if len(written) > 1 else ())
             self.held.update({x: tuple(n for n in cluster.stored if n in start) for x in cluster.node.outputs if x in result.absorbed})
         for target, (stack, charged, share) in reversed(self.slices.items()):  # inner loops first
@@ -287,18 +320,25 @@ class Clusters:
         return found
 
     def _beside(self, start: Mapping[int, int], owner: Mapping[int, int]) -> dict[int, int]:
-        """Sum or maximum of a dot's result → the dot: made as the result is written, which is not read for it."""
+        """What is made of a dot's result, with sums and maxima → the dot: made as the result is written, which is not read for it."""
         found: dict[int, int] = {}
         for number, (roots, _) in sorted(self.stored.items(), key=lambda item: item[1][1]):
             in_place = self._in_place(number, roots)
             dots = {r for r in in_place if r in start and r not in self.stored and self._is_dot(r)}
             node = self.values[number].producer
             last = max(dots, key=start.__getitem__, default=None)
-            if number in owner or last is None or node is None or self.rules[node.id].kind is not Kind.REDUCE:
+            if number in owner or last is None or node is None or not self._is_made_beside(node, number, last, start):
                 continue
             if self._goes_along(self._node(last), node) and not self._through_others(roots, last, start[last]):
                 found[number] = last
         return found
+
+    def _is_made_beside(self, node: Node, number: int, dot: int, start: Mapping[int, int]) -> bool:
+        """Whether a node sums, or makes elements of those of a dot's result alone."""
+        if self._kind(node) is Kind.REDUCE:
+            return True
+        alike = self._kind(node) in _FUSED and self._same_size(number, dot) and number not in self.moving.passes
+        return alike and not self._comes_around(node, dot, start)
 
     def _through_others(self, roots: frozenset[int], dot: int, made_at: int) -> bool:
         """Whether a stored one of ``roots`` is made of the dot's result."""
@@ -335,6 +375,12 @@ class Clusters:
         assert node is not None
         return node
 
+    def _kind(self, node: Node) -> Kind | None:
+        return self.rules[node.id].kind if node.id in self.rules else None
+
+    def _in_memory(self, number: int) -> float:
+        return self.values[number].nbytes / (1 + (number in self.narrowed))
+
     def _cluster(self, dot: int) -> _Cluster:
         node = self._node(dot)
         return self.clusters.setdefault(node.id, _Cluster(node))
@@ -348,19 +394,24 @@ class Clusters:
     def _charge(self, cluster: _Cluster, result: Found) -> None:
         node, bytes_ = cluster.node, lambda n: self.values[n].nbytes
         rule, lanes = self.rules[node.id], lanes_filled(node)
-        own = sum(bytes_(x) for x in (*node.inputs, *node.outputs) if isinstance(x, int))
+        spare = sum(map(bytes_, node.outputs))
+        own = sum(self._in_memory(x) for x in node.inputs if isinstance(x, int))
+        made = (n for n in cluster.stored if n not in result.absorbed)
+        own += min(spare, sum(map(self._in_memory, made))) if cluster.stored else spare
         written: dict[int, float] = {}
         reads: list[tuple[int, int, float]] = []
         for operand, roots in cluster.fed.items():  # the operation is charged for the operand's own bytes already
             whole = sum(map(bytes_, roots))
             reads += [(root, operand, max(0.0, 1 - bytes_(operand) / whole)) for root in roots]
-        spare = sum(map(bytes_, node.outputs)) if cluster.stored else 0.0  # charged, but not written
+        spare = spare if cluster.stored else 0.0  # charged, but not written
         for number in cluster.stored:
             if number not in result.absorbed:
                 share = min(spare, bytes_(number))
                 spare -= share
                 written[number] = 1 - share / bytes_(number) if bytes_(number) else 0.0
-        reads += [(root, node.outputs[0], 1.0) for root in cluster.read]
+        written.update({number: 1.0 for number in cluster.along if self._is_wide(number, node.outputs[0])})
+        once = cluster.read.difference(node.inputs, *cluster.fed.values())
+        reads += [(root, node.outputs[0], 1.0) for root in once]
         total = sum(n * bytes_(r) for r, _, n in reads) + sum(n * bytes_(w) for w, n in written.items())
         hidden = max(0.0, (rule.flops or 0.0) * self.bytes_per_flop / lanes - own)
         exposed = max(0.0, total - hidden) / total if total else 0.0

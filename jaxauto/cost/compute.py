@@ -65,7 +65,7 @@ def operation_seconds(
         return seconds
     seconds = np.maximum(seconds, matrix_seconds(op, values, state, axis_sizes, chip)) + traffic_seconds(copied, chip)
     side = near.beside.get(op.node.id)
-    return seconds if side is None else seconds + _beside_seconds(side, op, values, state, axis_sizes, chip)
+    return seconds if side is None else seconds + _beside_seconds(side, near, op, values, state, axis_sizes, chip)
 
 
 def _differs(last: int | None, operand: Operand, op: Operation, values: dict, state: np.ndarray, axis_sizes: Any, chip: Any) -> np.ndarray:
@@ -75,14 +75,17 @@ def _differs(last: int | None, operand: Operand, op: Operation, values: dict, st
     return differs(local, batch, last, chip.tile[1])
 
 
-def _beside_seconds(side: Side, op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any) -> np.ndarray:
+def _beside_seconds(
+    side: Side, near: Near, op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any
+) -> np.ndarray:
     """What the rest of a dot's fusion takes longer than its buffers are charged for, which is as if nothing were split: ``float [states]``.
 
     A weight's gradient has fewer flops on each of several devices, and is as large as on one. Less than nothing where more is hidden.
     """
     arrays = (*op.operands, *op.results)
     pieces = [shards(project(state, factor_dims(op, o)), axis_sizes) for o in arrays]
-    own = sum(values[o.value].nbytes / p for o, p in zip(arrays, pieces, strict=True))
+    bytes_ = (near.narrow.get((op.node.id, o.value), 1.0) * values[o.value].nbytes for o in arrays)
+    own = sum(b / p for b, p in zip(bytes_, pieces, strict=True))
     moved = sum(bytes_ / pieces[k] for k, bytes_ in side.bytes_)
     hidden = np.maximum(0.0, operation_flops(op) * bytes_per_flop(chip) / side.lanes / shards(state, axis_sizes) - own)
     return traffic_seconds(np.maximum(moved - hidden, 0.0) - side.exposed * moved, chip)

@@ -36,6 +36,7 @@ from jaxauto.cost.patterns import (
     is_shared,
     is_shifted,
     is_softmax,
+    is_spread_twice,
     is_strided,
     is_written_wide,
     keeps_exp,
@@ -121,7 +122,7 @@ class _Fusion:
         self.heavy: set[int] = set()  # virtual, and a transcendental is part of it
         self.dear: set[int] = set()  # those of a softmax that is made again too
         self.moved: dict[int, bool] = {}  # virtual, and its elements lie elsewhere in its roots; whether in another order of dimensions
-        self.clusters = Clusters(graph.values, rules, rate, alone=self.alone) if platform == "tpu" else None
+        self.clusters = Clusters(graph.values, rules, self.narrowed, rate, alone=self.alone) if platform == "tpu" else None
         self.rounded = Rounded(self.kind, self.values) if platform == "cpu" else None
         self.kernels = Kernels(graph.values, self.kind, devices) if platform == "gpu" else None
         self.hides = platform != "cpu" and (devices > 1 or bool(fetched(graph)))  # collectives, copies from the host
@@ -276,7 +277,8 @@ class _Fusion:
         below = self.heavy.intersection(fused)
         if any(2 * self.values[x].elements >= value.elements for x in below):  # that of a row is made apart
             self.heavy.add(number)
-        if not self.dear.isdisjoint(fused):
+        divides = node.prim == "div" and isinstance(node.inputs[1], int)
+        if divides or any(2 * self.values[x].elements >= value.elements for x in self.dear.intersection(fused)):
             self.dear.add(number)
         if kind is Kind.EXPENSIVE:
             self.meet_expensive(value, roots)
@@ -406,10 +408,10 @@ class _Fusion:
             wide = {r for r in roots if 2 * self.values[r].elements >= value.elements}
             if dots < 2 or (wide and wide <= self.summed):  # of exps that are kept each dot makes its probabilities
                 return False
-            heavy, rate = value.id in self.heavy, self.ops_per_byte if value.id in self.dear else 0.0
+            heavy, dear = value.id in self.heavy, value.id in self.dear or is_spread_twice(value, roots, self.values)
             unread, unwritten = self.clusters.made_with(value, roots)
             known = partial(is_shared, narrowed=self.narrowed, unread=unread, unwritten=unwritten)
-            return known(value, roots, self.values, dots, heavy=heavy, ops_per_byte=rate)
+            return known(value, roots, self.values, dots, heavy=heavy, dear=dear, ops_per_byte=self.ops_per_byte)
         if not user.bodies or any(link.source == value.id and link.kind is not LinkKind.CONST for link in user.links):
             return True
         return 2 * sum(self.values[r].nbytes for r in roots) > value.nbytes
@@ -426,6 +428,8 @@ class _Fusion:
         return gathers and 0 < len(wanted) < len(value.users)
 
     def fans_out(self, value: Value, roots: frozenset[int]) -> bool:
+        if self.clusters and self.clusters.narrows(value, roots):
+            return True
         if value.id in self.summed or (self.rounded and self.rounded.is_part_of_a_power(value)):
             return True
         if len(value.users) < 2 or sum(self.clusters is None or self.kind(u) not in FUSING for u in value.users) < 2:

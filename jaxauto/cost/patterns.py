@@ -16,9 +16,9 @@ ROW = 4096  # elements: a softmax over as many does not fuse with the dot that m
 LONG = 4096  # elements: over more it writes no exp either
 _LANES, _SUBLANES = 128, 8
 DEPTH = 112  # elements of a head dimension: seen fused up to here, apart from 127 on
-# XLA:TPU makes a value in each dot that reads it where that moves less than this share of the bytes of writing it once. More is made again
-# with transcendentals where the vector unit does many operations while HBM moves a byte: on v5e (7.5), not on v5p (5.2): bench_shared.py
-_WORTH, _WORTH_QUICK, _QUICK = 0.77, 1.05, 6.0
+# XLA:TPU makes a value in each dot that reads it where that moves less than this share of the bytes of writing it once. What takes long it
+# makes again where the vector unit does many operations while HBM moves a byte: on v5e (7.5), not on v5p (5.2): bench_shared.py
+_WORTH, _WORTH_SLOW, _QUICK = 1.05, 0.77, 6.0
 
 
 def sums_later(node: Node) -> bool:
@@ -82,6 +82,12 @@ def is_shifted(value: Value, values: Mapping[int, Value]) -> bool:
         return False
     shift = values[below.inputs[1]]
     return shift.elements < value.elements or (shift.producer is not None and shift.producer.prim == "broadcast_in_dim")
+
+
+def is_spread_twice(value: Value, roots: Iterable[int], values: Mapping[int, Value]) -> bool:
+    """Whether two or more numbers for each row go into a value, as into a norm's result and its gradient."""
+    rows = value.shape[:-1]
+    return len(rows) > 0 and sum(values[r].shape in (rows, (*rows, 1)) for r in roots) > 1
 
 
 def is_turned(value: Value, roots: Iterable[int], values: Mapping[int, Value]) -> bool:
@@ -220,19 +226,21 @@ def is_shared(
     unread: Set[int] = frozenset(),
     unwritten: Set[int] = frozenset(),
     heavy: bool = False,
+    dear: bool = False,
     ops_per_byte: float = 0.0,
 ) -> bool:
-    """Whether several dots read a value from memory: making it in each takes long, or moves little less.
+    """Whether several dots read a value from memory: making it in each takes long, or moves more.
 
     Args:
       narrowed: values that are written in half their bytes.
       unread, unwritten: those of ``roots`` that are not read for the value, and not written, if it is written (``Clusters.made_with``).
       heavy: a transcendental is part of it, of a softmax that is made again apart.
-      ops_per_byte: of a value with a transcendental in it: what the vector unit does while HBM moves a byte.
+      dear: it takes long: that of a softmax is part of it too, or numbers for each row (``is_spread_twice``).
+      ops_per_byte: what the vector unit does while HBM moves a byte.
     """
     if is_turned(value, roots, values):
         return True
     wide, read, spared = (sum(values[r].nbytes / (1 + (r in narrowed)) for r in rs) for rs in (roots, roots - unread, unwritten))
-    quick = ops_per_byte > _QUICK
+    slow = dear and ops_per_byte <= _QUICK
     again, once = dots * wide + spared, read + (dots + 1) * value.nbytes
-    return (heavy and not quick) or again > (_WORTH_QUICK if quick else _WORTH) * once
+    return (heavy and slow) or again > (_WORTH_SLOW if slow else _WORTH) * once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,7 +50,7 @@ def roofline(answer: Answer, op: Operation, on_chip: Near) -> float:
     seconds = max(seconds, operation_flops(op) * _together(answer, op) / split / (reached * chip.peak_flops(dtype)))
     seconds += traffic_seconds(copied, chip)
     side = on_chip.beside.get(op.node.id)
-    return seconds if side is None else seconds + _beside(answer, op, side, split)
+    return seconds if side is None else seconds + _beside(answer, op, side, on_chip.narrow, split)
 
 
 def _together(answer: Answer, op: Operation) -> float:
@@ -115,10 +116,11 @@ def hashed(answer: Answer) -> float:
     return total
 
 
-def _beside(answer: Answer, op: Operation, side: Side, split: int) -> float:
+def _beside(answer: Answer, op: Operation, side: Side, narrow: Mapping[tuple[int, int], float], split: int) -> float:
     """What the rest of a dot's fusion takes longer than its buffers are charged for."""
-    pieces = [answer.pieces(answer.operand(op, o)) for o in (*op.operands, *op.results)]
-    own = sum(answer.model.values[o.value].nbytes / n for o, n in zip((*op.operands, *op.results), pieces, strict=True))
+    arrays = (*op.operands, *op.results)
+    pieces = [answer.pieces(answer.operand(op, o)) for o in arrays]
+    own = sum(narrow.get((op.node.id, o.value), 1.0) * answer.model.values[o.value].nbytes / n for o, n in zip(arrays, pieces, strict=True))
     moved = sum(bytes_ / pieces[k] for k, bytes_ in side.bytes_)
     hidden = max(0.0, operation_flops(op) / split * bytes_per_flop(answer.model.chip) / side.lanes - own)
     return traffic_seconds(max(0.0, moved - hidden) - side.exposed * moved, answer.model.chip)

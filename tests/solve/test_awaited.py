@@ -76,9 +76,9 @@ def test_several_cpu_devices_are_held_to_the_users_own_checkpoints():
     assert found.compiled < 110 * 2**20
 
 
-@pytest.mark.parametrize("share", [None, 0.6])
+@pytest.mark.parametrize("share", [None, 0.5])
 def test_operations_on_tpus_wait_where_no_recomputation_does_it_soon(share):
-    """With something made again in each block, there is little to wait for; with nothing, all of the pass lies ahead."""
+    """With something made again in each block but the last, there is little to wait for; with nothing, all of the pass lies ahead."""
     plan = plans("v5e:2x4", 8, share=share)
     again = any(d.action == "recomputed" for d in plan.remat)
     assert again is (share is not None)
