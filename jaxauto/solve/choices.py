@@ -97,7 +97,7 @@ def _misses(options: Sequence[Sequence[Option]], whole: Mapping[int, float]) -> 
     for b, block in enumerate(options):
         for option in (block[number] for number in others):
             if option.what != block[reference].what:
-                weight[b, option.what] = max(1.0, abs(option.kept_bytes - block[reference].kept_bytes))  # what keeps as much has a share too
+                weight[b, option.what] = max(1.0, abs(option.kept_bytes - block[reference].kept_bytes))  # what keeps as much shares too
     root = np.sqrt(np.array(list(weight.values()), float))
     place = {key: k for k, key in enumerate(weight)}
     rows, missed = np.zeros((len(others), len(weight))), np.zeros(len(others))
