@@ -31,6 +31,7 @@ from jaxauto.cost.order import in_donated, schedule, short_sums
 from jaxauto.cost.patterns import (
     is_bound,
     is_given,
+    is_narrowed_image,
     is_of_images,
     is_only_narrowed,
     is_shared,
@@ -402,16 +403,18 @@ class _Fusion:
         if self.clusters and self.kind(user) in FUSING:
             if slides(user) and any(self.kind(u) is Kind.REDUCE for u in value.users):
                 return True  # a bias's gradient: written beside the sum
-            if is_of_images(value, user, roots, self.values):
+            if is_of_images(value, user, roots, self.values) or is_narrowed_image(value, user, self.values):
                 return True
-            dots = sum(self.kind(u) in FUSING and not slides(u) for u in value.users)
+            readers = [u for u in value.users if self.kind(u) in FUSING]
+            dots = [u for u in readers if not slides(u)]
             wide = {r for r in roots if 2 * self.values[r].elements >= value.elements}
-            if dots < 2 or (wide and wide <= self.summed):  # of exps that are kept each dot makes its probabilities
+            if len(readers) < 2 or (wide and wide <= self.summed):  # of exps that are kept each dot makes its probabilities
                 return False
+            slow = len(dots) > 1  # windows make what they read however long that takes
             heavy, dear = value.id in self.heavy, value.id in self.dear or is_spread_twice(value, roots, self.values)
             unread, unwritten = self.clusters.made_with(value, roots)
-            known = partial(is_shared, narrowed=self.narrowed, unread=unread, unwritten=unwritten)
-            return known(value, roots, self.values, dots, heavy=heavy, dear=dear, ops_per_byte=self.ops_per_byte)
+            known = partial(is_shared, narrowed=self.narrowed, unread=unread, unwritten=unwritten, ops_per_byte=self.ops_per_byte)
+            return known(value, roots, self.values, len(dots if slow else readers), heavy=heavy and slow, dear=dear and slow)
         if not user.bodies or any(link.source == value.id and link.kind is not LinkKind.CONST for link in user.links):
             return True
         return 2 * sum(self.values[r].nbytes for r in roots) > value.nbytes

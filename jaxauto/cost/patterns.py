@@ -116,6 +116,16 @@ def is_of_images(value: Value, user: Node, roots: Iterable[int], values: Mapping
     return any(node is not None and node.prim == "conv_general_dilated" for node in made)
 
 
+def is_narrowed_image(value: Value, user: Node, values: Mapping[int, Value]) -> bool:
+    """Whether a value is an argument narrowed for a convolution with a window: XLA:TPU copies it to the order that convolutions have."""
+    node = value.producer
+    narrows = node is not None and node.prim == "convert_element_type" and isinstance(node.inputs[0], int)
+    if node is None or not narrows or not slides(user) or value.id != user.inputs[0]:
+        return False
+    source = values[node.inputs[0]]
+    return source.producer is None and source.dtype.itemsize > value.dtype.itemsize
+
+
 def _longest(value: Value, sums: Sequence[Node]) -> float:
     """How many elements the longest row has."""
     return max(value.elements / max(1, user.eqn.outvars[0].aval.size) for user in sums)

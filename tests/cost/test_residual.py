@@ -9,8 +9,8 @@ import pytest
 from jaxauto.cost.compute import ops_per_byte
 from jaxauto.targets.chips import CHIPS
 
-from .test_clusters import on_tpu
-from .test_fusion import array
+from .test_clusters import convolution, on_tpu
+from .test_fusion import array, made_by
 
 ROWS, WIDTH = 256, 64
 X = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
@@ -97,3 +97,26 @@ def test_what_two_dots_read_is_kept_if_it_takes_long(chip, rows, columns, quotie
     assert is_kept(centred, wide, array(ROWS, 1), array(ROWS, 1)) == rows
     assert is_kept(centred, wide, array(1, WIDTH), array(1, WIDTH)) == columns
     assert is_kept(jnp.divide, wide, array(ROWS, 1)) == quotient
+
+
+IMAGES = jax.ShapeDtypeStruct((4, 8, 8, 16), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(("taps", "kept"), [(3, True), (1, False)])
+def test_an_argument_that_is_narrowed_for_a_window_is_copied(taps, kept):
+    kernel = jax.ShapeDtypeStruct((taps, taps, 16, 16), jnp.bfloat16)
+    graph, buffers = on_tpu(lambda x, k: convolution(x.astype(jnp.bfloat16), k), array(*IMAGES.shape), kernel)
+    assert ("convert_element_type" in made_by(graph, buffers)) == kept
+
+
+@pytest.mark.parametrize(("count", "kept"), [(2, False), (3, False), (4, True)])
+def test_windows_do_not_make_what_they_read_of_ever_more_arrays(count, kept):
+    """Two of them; as of dots, what would move more bytes than writing it once."""
+    kernel = jax.ShapeDtypeStruct((3, 3, 16, 16), jnp.bfloat16)
+
+    def fn(arrays, k, m):
+        t = sum(jnp.maximum(x, 0) for x in arrays)
+        return convolution(t, k), convolution(t, m)
+
+    graph, buffers = on_tpu(fn, [IMAGES] * count, kernel, kernel, ops_per_byte=ops_per_byte(CHIPS["v5e"]))
+    assert ("add" in made_by(graph, buffers)) == kept
