@@ -411,10 +411,10 @@ class _Fusion:
             if len(readers) < 2 or (wide and wide <= self.summed):  # of exps that are kept each dot makes its probabilities
                 return False
             slow = len(dots) > 1  # windows make what they read however long that takes
-            heavy, dear = value.id in self.heavy, value.id in self.dear or is_spread_twice(value, roots, self.values)
+            dear = slow and (value.id in self.dear or is_spread_twice(value, roots, self.values))
             unread, unwritten = self.clusters.made_with(value, roots)
             known = partial(is_shared, narrowed=self.narrowed, unread=unread, unwritten=unwritten, ops_per_byte=self.ops_per_byte)
-            return known(value, roots, self.values, len(dots if slow else readers), heavy=heavy and slow, dear=dear and slow)
+            return known(value, roots, self.values, len(dots if slow else readers), dear=dear)
         if not user.bodies or any(link.source == value.id and link.kind is not LinkKind.CONST for link in user.links):
             return True
         return 2 * sum(self.values[r].nbytes for r in roots) > value.nbytes

@@ -235,7 +235,6 @@ def is_shared(
     narrowed: Set[int] = frozenset(),
     unread: Set[int] = frozenset(),
     unwritten: Set[int] = frozenset(),
-    heavy: bool = False,
     dear: bool = False,
     ops_per_byte: float = 0.0,
 ) -> bool:
@@ -244,13 +243,11 @@ def is_shared(
     Args:
       narrowed: values that are written in half their bytes.
       unread, unwritten: those of ``roots`` that are not read for the value, and not written, if it is written (``Clusters.made_with``).
-      heavy: a transcendental is part of it, of a softmax that is made again apart.
-      dear: it takes long: that of a softmax is part of it too, or numbers for each row (``is_spread_twice``).
+      dear: it takes long: a transcendental is part of it, a quotient or numbers for each row (``is_spread_twice``).
       ops_per_byte: what the vector unit does while HBM moves a byte.
     """
     if is_turned(value, roots, values):
         return True
     wide, read, spared = (sum(values[r].nbytes / (1 + (r in narrowed)) for r in rs) for rs in (roots, roots - unread, unwritten))
-    slow = dear and ops_per_byte <= _QUICK
     again, once = dots * wide + spared, read + (dots + 1) * value.nbytes
-    return (heavy and slow) or again > (_WORTH_SLOW if slow else _WORTH) * once
+    return again > (_WORTH_SLOW if dear and ops_per_byte <= _QUICK else _WORTH) * once

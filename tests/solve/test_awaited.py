@@ -108,7 +108,7 @@ def test_what_is_made_for_its_borders_is_in_memory_until_the_gradient_is(monkeyp
         return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
 
     of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    args, pins = ([of((3, 3, 128, 128))] * 6, of((1, 8192, 64, 128))), {"1": PartitionSpec(None, "data")}
+    args, pins = ([of((3, 3, 256, 256))] * 6, of((1, 8192, 64, 256))), {"1": PartitionSpec(None, "data")}
     plan = jaxauto.plan(step, *args, target="v5e:2x4", mesh={"data": 8}, constraints=pins, remat="off", certify=False, progress=False)
     best = plan._bound().solved.best
     assert sum(bytes_ for _, _, bytes_ in borders_held(best.model, best.x))
