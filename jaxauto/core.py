@@ -45,6 +45,7 @@ class Kind(enum.Enum):
 
 
 MATRIX = frozenset({Kind.DOT, Kind.CONV})  # what the matrix unit does
+ELEMENTWISE = frozenset({Kind.VIEW, Kind.CHEAP, Kind.EXPENSIVE})
 OPERATIONS = MATRIX | {Kind.GATHER, Kind.SCATTER}  # have a strategy of their own; the others follow
 
 

@@ -1,8 +1,9 @@
 """Plain and residual stacks of products and convolutions against what XLA:TPU makes of them: python scripts/bench_residual.py [--targets …]
 
 No norms, no attention: blocks of one or two products (131,072 rows, 1,024 wide) or of 3 × 3 convolutions (128 images of 64 × 64, 128
-features), with biases, under a head of 64 classes and gradient descent; on one device, nothing recomputed. Nothing was fitted to these
-before the table's first commit. Arrays are larger than on-chip memory. Writes results/residual.md.
+features), with biases, under a head of 64 classes and gradient descent; on one device, nothing recomputed. The rules of cost/clusters.py
+and of what dots share were corrected by such stacks on v5e, so that column is no test of them. Arrays are larger than on-chip memory.
+Writes results/residual.md.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
-from jaxauto.core import MATRIX, Kind, Node, OpRule, Value
+from jaxauto.core import ELEMENTWISE, MATRIX, Kind, Node, OpRule, Value
 from jaxauto.cost.liveness import Beside
 from jaxauto.cost.moving import CUTS, Moving
 from jaxauto.cost.patterns import ROW, is_flat, lanes_filled, sums_later
@@ -30,7 +30,6 @@ from jaxauto.cost.patterns import ROW, is_flat, lanes_filled, sums_later
 FUSING = MATRIX
 _APART = FUSING | {Kind.GATHER, Kind.SCATTER, Kind.OPAQUE}
 _SUMS = frozenset({"add", "add_any"})
-_FUSED = frozenset({Kind.CHEAP, Kind.EXPENSIVE, Kind.VIEW})
 _WALLS = frozenset({"optimization_barrier", "scan", "while", "cond"})
 
 
@@ -111,9 +110,9 @@ class Clusters:
 
     def _is_summed_apart(self, value: Value, roots: frozenset[int]) -> bool:
         """Whether a pass of its own sums a value, which needs a sum itself: that reads what the value is made of in any case."""
-        made = [node for r in roots if (node := self.values[r].producer) is not None and self._kind(node) is Kind.REDUCE]
-        same = any(value.producer is not None and node.backward == value.producer.backward for node in made)
-        return same and any(self._kind(user) is Kind.REDUCE for user in value.users)
+        node, sums = value.producer, (self._node(r) for r in roots if self._made_by(r) is Kind.REDUCE)
+        needs = node is not None and any(made.backward == node.backward for made in sums)
+        return needs and any(self._kind(user) is Kind.REDUCE for user in value.users)
 
     def narrows(self, value: Value, roots: frozenset[int]) -> bool:
         """Whether all that is made of a dot's result is made of a value of fewer bytes, which the dot writes instead."""
@@ -337,7 +336,7 @@ class Clusters:
         """Whether a node sums, or makes elements of those of a dot's result alone."""
         if self._kind(node) is Kind.REDUCE:
             return True
-        alike = self._kind(node) in _FUSED and self._same_size(number, dot) and number not in self.moving.passes
+        alike = self._kind(node) in ELEMENTWISE and self._same_size(number, dot) and number not in self.moving.passes
         return alike and not self._comes_around(node, dot, start)
 
     def _through_others(self, roots: frozenset[int], dot: int, made_at: int) -> bool:
@@ -394,21 +393,20 @@ class Clusters:
     def _charge(self, cluster: _Cluster, result: Found) -> None:
         node, bytes_ = cluster.node, lambda n: self.values[n].nbytes
         rule, lanes = self.rules[node.id], lanes_filled(node)
-        spare = sum(map(bytes_, node.outputs))
+        made = [n for n in cluster.stored if n not in result.absorbed]
+        charged = sum(map(bytes_, node.outputs))
         own = sum(self._in_memory(x) for x in node.inputs if isinstance(x, int))
-        made = (n for n in cluster.stored if n not in result.absorbed)
-        own += min(spare, sum(map(self._in_memory, made))) if cluster.stored else spare
+        own += min(charged, sum(map(self._in_memory, made))) if cluster.stored else charged
         written: dict[int, float] = {}
         reads: list[tuple[int, int, float]] = []
         for operand, roots in cluster.fed.items():  # the operation is charged for the operand's own bytes already
             whole = sum(map(bytes_, roots))
             reads += [(root, operand, max(0.0, 1 - bytes_(operand) / whole)) for root in roots]
-        spare = spare if cluster.stored else 0.0  # charged, but not written
-        for number in cluster.stored:
-            if number not in result.absorbed:
-                share = min(spare, bytes_(number))
-                spare -= share
-                written[number] = 1 - share / bytes_(number) if bytes_(number) else 0.0
+        spare = charged  # but not written, if something is made of it
+        for number in made:
+            share = min(spare, bytes_(number))
+            spare -= share
+            written[number] = 1 - share / bytes_(number) if bytes_(number) else 0.0
         written.update({number: 1.0 for number in cluster.along if self._is_wide(number, node.outputs[0])})
         once = cluster.read.difference(node.inputs, *cluster.fed.values())
         reads += [(root, node.outputs[0], 1.0) for root in once]

@@ -121,7 +121,7 @@ class _Fusion:
         self.made_twice: dict[int, frozenset[int]] = {}  # stored for a stack; a dot makes it once more, from these
         self.costly: set[int] = set()
         self.heavy: set[int] = set()  # virtual, and a transcendental is part of it
-        self.dear: set[int] = set()  # those of a softmax that is made again too
+        self.dear: set[int] = set()  # those of a softmax that is made again too, and quotients
         self.moved: dict[int, bool] = {}  # virtual, and its elements lie elsewhere in its roots; whether in another order of dimensions
         self.clusters = Clusters(graph.values, rules, self.narrowed, rate, alone=self.alone) if platform == "tpu" else None
         self.rounded = Rounded(self.kind, self.values) if platform == "cpu" else None
@@ -421,7 +421,7 @@ class _Fusion:
 
     def is_gathered_wide(self, value: Value, roots: frozenset[int]) -> bool:
         """Whether gathers alone need a value that is but widened: XLA:TPU writes it for them, and all others read what it is made of."""
-        if len(roots) != 1 or any(value.id in known for known in (self.heavy, self.costly, self.dear)):
+        if len(roots) != 1 or any(value.id in known for known in (self.costly, self.dear)):
             return False
         (root,) = roots
         if 2 * self.values[root].dtype.itemsize != value.dtype.itemsize:

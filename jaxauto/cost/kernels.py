@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxauto.core import Kind, Link, LinkKind, Literal, Node, Value
+from jaxauto.core import ELEMENTWISE, Kind, Link, LinkKind, Literal, Node, Value
 from jaxauto.cost.clusters import Found
 from jaxauto.cost.patterns import window_and_result
 from jaxauto.cost.widened import WIDE
@@ -36,7 +36,6 @@ LONGEST = 16384  # elements of a row that one kernel holds; 32,768 are read in p
 _ALIGNED = 16  # elements: what a dot that is split contracts is padded to a multiple
 _SPLIT = ((66, 8192), (132, 40960))  # dots of up to so many tiles are split where they contract more
 TILE = 128  # elements of a side
-_ELEMENTWISE = frozenset({Kind.VIEW, Kind.CHEAP, Kind.EXPENSIVE})
 _MADE_ONCE = frozenset({"erf", "erfc"})
 _DERIVATIVE = 3  # equations, of which a tanh's is made
 _SLICES = frozenset({"slice", "dynamic_slice"})
@@ -445,7 +444,7 @@ class Kernels:
 
     def _elementwise(self, node: Node) -> bool:
         """Whether a kernel can hold a node; what passes a barrier is read from memory."""
-        return self.kind(node) in _ELEMENTWISE and node.prim != "optimization_barrier"
+        return self.kind(node) in ELEMENTWISE and node.prim != "optimization_barrier"
 
     def _is_scalar(self, x: int) -> bool:
         node = self.values[x].producer

@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from jaxauto.blocks import Block, runs_once
-from jaxauto.core import Kind, Node, Value
+from jaxauto.core import ELEMENTWISE, Kind, Node, Value
 
 _SMALL = 0.005  # of a block's residual bytes: less is not worth a decision, and goes last
 _LAZY = 400  # residuals up to which prices are brought up to date; beyond, the first price counts
-_ELEMENTWISE = frozenset({Kind.VIEW, Kind.CHEAP, Kind.EXPENSIVE})
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ class _Greedy:
     def _narrowest(self, value: int, values: Mapping[int, Value], kind: Callable[[Node], Kind]) -> int | None:
         """The stand-in of a residual: of what it is made of elementwise, the last of the fewest bytes. None: nothing is narrower."""
         found, at = value, value
-        while (node := self.made.get(at)) is not None and kind(node) in _ELEMENTWISE:
+        while (node := self.made.get(at)) is not None and kind(node) in ELEMENTWISE:
             wide = {x for x in self.inputs[node.id] if values[x].elements == values[value].elements and not _is_broadcast(values[x])}
             if len(wide) != 1:
                 break

@@ -119,7 +119,7 @@ def test_a_norm_of_a_product_with_a_weight_is_a_pass_of_its_own():
 
 
 def test_what_two_dots_read_is_stored_if_it_is_dear():
-    """And made of two arrays: of one, each dot makes it, as of stacks of products with a gelu between (scripts/results/residual.md)."""
+    """And made of two arrays: of one, each dot makes it, as compiled of a tanh or a gelu of bfloat16 (scripts/results/shared.md)."""
     read_twice = lambda t, y: (t @ y, y @ t)  # noqa: E731
     assert "mul" in made_by(*on_tpu(lambda x, y: read_twice(jnp.tanh(x) * y, y), X, X))
     assert "tanh" not in made_by(*on_tpu(lambda x, y: read_twice(jnp.tanh(x), y), X, X))
