@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,17 @@ LANES = 128  # what XLA wants the last dimension of a piece to be a multiple of
 TURNS_CUT = ("v6e",)  # chips whose compiler transposes the operand with the scattered dimension, whatever the lanes
 
 
+class Inside(NamedTuple):
+    """An operand of a dot that is made as it is read, so written before a loop.
+
+    ``shared``: other dots read it too. ``placed``: it is written over what it is made of (``facts.take_places``).
+    """
+
+    operand: int
+    shared: bool
+    placed: bool = False
+
+
 def windowed(
     op: Operation,
     result: Operand,
@@ -55,14 +66,14 @@ def windowed(
     partial: np.ndarray,
     mesh: MeshAxes,
     chip: Any,
-    inside: Sequence[tuple[int, bool]] = (),
+    inside: Sequence[Inside] = (),
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
     """Which sums are scattered beside their dot, what the dot takes longer for that, and memory beside its operands.
 
     Args:
       state: ``[a, axes]`` positions in ``op.factors``. target: ``[b, axes]`` in the result's dimensions.
       partial: ``bool [a, axes]``, axes along which the result is a term of a sum.
-      inside: the operands that are not in memory without a loop, and whether another dot reads them too.
+      inside: the operands that are not in memory without a loop.
 
     Returns:
       ``bool [a, b]``, the seconds of one run and bytes of HBM, ``float [a, b]``; for each operand
@@ -80,9 +91,10 @@ def windowed(
     apart = np.maximum(flops, traffic_seconds(sum(sizes) + added, chip))
     sent = _sent(added, partial, mesh)
     batch = _batch(op, state, mesh) > 1
-    several = dict(inside)
+    several, placed = {k: shared for k, shared, _ in inside}, {k for k, _, on in inside if on}
     made = [s * ((k in several) & (s > SMALL * chip.vmem_bytes)) for k, s in enumerate(sizes)]
-    once = [0.0 if several.get(k) else m for k, m in enumerate(made)]
+    lies = [m * (k not in placed) for k, m in enumerate(made)]
+    once = [0.0 if several.get(k) else m for k, m in enumerate(lies)]
     for d, (_, factor) in enumerate(result.dims):
         has = [k for k, o in enumerate(op.operands) if any(f == factor for _, f in o.dims)]
         if len(has) != 1:
@@ -91,18 +103,18 @@ def windowed(
         pairs = (~partial[rows][:, None] | (target == d)[None]).all(-1)
         (cut,) = has
         needed = [~(batch & (k == cut)) for k in range(2)]  # of a batch it is made as its pieces are copied out
-        held = written = sum(n * m for n, m in zip(needed, made, strict=True))
+        held, written = (sum(n * m for n, m in zip(needed, of, strict=True)) for of in (lies, made))
         if op.rule.kind is Kind.CONV:
             cut_out = _filled(values[result.value].shape[d], count) * sizes[cut]
             loop = _loop_of_convolution(sizes[cut], cut_out, sizes[1 - cut], added, flops, sent, count, chip)
-            held = written + AT_ONCE / count * cut_out
+            held = held + AT_ONCE / count * cut_out
         else:
             turned = _turned(op, result, values, d, here, count, mesh, cut if chip.name in TURNS_CUT else None)
             one = _loop(cut, np.where(turned < 0, cut, turned), turned >= 0, sizes, added, flops, sent, count, chip)
             loop = np.where(batch, _loop_of_batch(sizes[cut], sizes[1 - cut], added, flops, sent, count, chip), one)
             copy, anyway = (np.choose(np.maximum(turned, 0), of) * ((turned >= 0) & ~batch) for of in (sizes, once))
             far = copy * (copy > SMALL * chip.vmem_bytes)
-            held = written - anyway + far  # what is turned is made so, unless another dot reads it
+            held = held - anyway + far  # what is turned is made so, unless another dot reads it
             for k in {0, 1} - {*several}:
                 whole[k][rows] += pairs * np.broadcast_to(far * (turned == k), len(state))[rows][:, None]
         longer = np.maximum(loop - apart, 0.0) + traffic_seconds(WRITTEN * written, chip)

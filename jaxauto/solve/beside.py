@@ -5,13 +5,13 @@ Not what operands are resharded into: see ``brought.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxauto.core import Graph, Kind, Node
+from jaxauto.core import Kind, Node
 from jaxauto.cost.compute import factor_dims, operand_bytes
 from jaxauto.cost.halo import halos
 from jaxauto.cost.turning import turned
@@ -20,7 +20,7 @@ from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.rewrite.order import SCATTERS
 from jaxauto.solve.brought import Way, shares_on_the_way, tiled
 from jaxauto.solve.early import held_early
-from jaxauto.solve.facts import source_of, viewed
+from jaxauto.solve.facts import source_of, take_places, viewed
 from jaxauto.solve.padded import held_padded
 from jaxauto.solve.pooled import held_pooled
 from jaxauto.solve.positions import edge_layout, moved_share, reduced_factors
@@ -166,31 +166,8 @@ def _made_for_borders(model: Model) -> list[tuple[Operation, Operand, int, int]]
                 if x in sent:
                     first.setdefault(number, (op, sent[x]))
     made = {number: node for number in first if (node := rewritten.graph.values[number].producer) is not None and node.id in b.position}
-    return [(*first[n], b.position[node.id], last[n]) for n, node in made.items() if not _takes_a_place(n, rewritten.graph, held)]
-
-
-def _takes_a_place(number: int, graph: Graph, held: Set[int]) -> bool:
-    """Whether a buffer is read for this value alone: what makes that writes this instead."""
-    values, inside, sources, todo = graph.values, {number}, set(), [number]
-    while todo:
-        node = values[todo.pop()].producer
-        for x in node.inputs if node is not None else ():
-            if isinstance(x, int) and x not in inside:
-                (sources if x in held else inside).add(x)
-                todo += [] if x in held else [x]
-
-    def for_it_alone(source: int) -> bool:
-        reached, ahead = {number}, [source]
-        while ahead:
-            made = {out for node in values[ahead.pop()].users for out in node.outputs}
-            if not made or not made <= inside:
-                return False
-            ahead += made - reached
-            reached |= made
-        return True
-
-    large = (v.id for v in map(values.__getitem__, sources) if v.producer is not None and v.nbytes >= values[number].nbytes)
-    return any(map(for_it_alone, large))
+    placed = take_places(made, rewritten.graph, b)
+    return [(*first[n], b.position[node.id], last[n]) for n, node in made.items() if n not in placed]
 
 
 def _split_bytes(model: Model, op: Operation, o: Operand, states: int) -> np.ndarray:

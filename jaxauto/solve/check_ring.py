@@ -74,9 +74,10 @@ def ring(
     sent = collective_seconds("collective-permute", added, [sizes[a] for a in partial], [model.mesh.links[a] for a in partial])
     least = max(flops, count / PIECES * sent)
     batch = math.prod(n for f, n in op.factors if f in shared) / pieces(shared) > 1
-    whole_ones = {k: moved[k] for k, _ in model.inside(op) if not (batch and k == cut[0])}
+    inside = {k: (shared, placed) for k, shared, placed in model.inside(op)}
+    whole_ones = {k: moved[k] for k in inside if not (batch and k == cut[0])}
     written = [k for k in whole_ones if moved[k] > SMALL * chip.vmem_bytes]
-    first, made_before = traffic_seconds(sum(WRITTEN * moved[k] for k in written), chip), sum(moved[k] for k in written)
+    first, made_before = traffic_seconds(sum(WRITTEN * moved[k] for k in written), chip), sum(moved[k] for k in written if not inside[k][1])
     part, whole = moved[cut[0]], moved[1 - cut[0]]
     if op.rule.kind is Kind.CONV:
         features = model.values[result.value].shape[d]
@@ -99,8 +100,8 @@ def ring(
             lanes = model.values[result.value].shape[last] / split % LANES == 0
             turned = int((result.dims[last][1] in own[1]) != lanes)
     longer = _loop(moved, turned, cut[0], added, least, count, chip, copied=copied)
-    beside = sum(moved[k] for k in written)
-    if copied and moved[turned] > SMALL * chip.vmem_bytes and (turned not in written or dict(model.inside(op))[turned]):
+    beside = made_before
+    if copied and moved[turned] > SMALL * chip.vmem_bytes and (turned not in written or any(inside[turned])):
         beside += moved[turned]
         whole_ones.setdefault(turned, moved[turned])
     return max(longer - apart, 0.0) + first, beside, whole_ones

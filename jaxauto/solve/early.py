@@ -47,7 +47,7 @@ def _made_for_dots(model: Model) -> list[tuple[Operation, int, int, int]]:
     for op in model.groups.operations:
         if op.node.id not in position or not op.node.backward:
             continue
-        inside, end = dict(model.inside(op)), position[op.node.id] - 1
+        inside, end = {found.operand for found in model.inside(op)}, position[op.node.id] - 1
         for k, x in enumerate(nodes[op.node.id].inputs):
             if k not in inside and op.rule.kind is not Kind.DOT:
                 continue

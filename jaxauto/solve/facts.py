@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from jaxauto.core import Graph, Kind, Value
 from jaxauto.cost.compute import batch_factors
 from jaxauto.cost.halo import halos
 from jaxauto.cost.layout import Major
+from jaxauto.cost.liveness import Buffers
 from jaxauto.cost.windowed import is_view
 from jaxauto.graph import HOST, given, multiplicity, walk
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
@@ -145,6 +146,38 @@ def source_of(groups: Groups, rewritten: Rewritten, number: Any) -> Any:
     if node is None or node.prim == "optimization_barrier":
         return None
     return node.inputs[0] if is_view(groups, rewritten.origin.get(number, number)) else None
+
+
+def take_places(numbers: Iterable[int], graph: Graph, buffers: Buffers) -> frozenset[int]:
+    """Which values without a buffer, once written, lie where something as large did that is read for them alone from there on."""
+    values, position = graph.values, buffers.position
+    held = {*buffers.ids.tolist(), *buffers.stored, *graph.outputs}
+
+    def sources(number: int) -> Iterator[int]:
+        seen, todo = {number}, [number]
+        while todo:
+            node = values[todo.pop()].producer
+            for x in {x for x in node.inputs if isinstance(x, int)} - seen if node is not None else ():
+                seen.add(x)
+                if x not in held:
+                    todo.append(x)
+                elif values[x].producer is not None and values[x].nbytes >= values[number].nbytes:
+                    yield x
+
+    def is_read_for_others(source: int, number: int, from_on: int) -> bool:
+        reached, ahead = {number, source}, [source]
+        while ahead:
+            for node in values[ahead.pop()].users:
+                if held.issuperset(node.outputs) and position.get(node.id, from_on) > from_on:
+                    return True
+                passed_on = {*node.outputs} - held - reached
+                reached |= passed_on
+                ahead += passed_on
+        return False
+
+    made = {n: values[n].producer for n in numbers if n in values}
+    at = {n: position[node.id] for n, node in made.items() if node is not None and node.id in position}
+    return frozenset(n for n, here in at.items() if any(not is_read_for_others(x, n, here) for x in sources(n)))
 
 
 def _narrower(values: Mapping[int, Value], result: int, operand: int) -> bool:

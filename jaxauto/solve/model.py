@@ -32,11 +32,11 @@ from jaxauto.cost.layout import Major, minor_dims, padding
 from jaxauto.cost.liveness import live_bytes
 from jaxauto.cost.onchip import Near, in_hbm, of_sums, room
 from jaxauto.cost.reshard import passage_collectives, passage_tables
-from jaxauto.cost.windowed import made_inside, windowed
+from jaxauto.cost.windowed import Inside, made_inside, windowed
 from jaxauto.groups import WHOLE, Edge, Groups, Operand, Operation
 from jaxauto.solve.beside import held_beside
 from jaxauto.solve.brought import Arrivals
-from jaxauto.solve.facts import cut_along, major_dims, narrowing, read_rounded, with_borders
+from jaxauto.solve.facts import cut_along, major_dims, narrowing, read_rounded, take_places, with_borders
 from jaxauto.solve.fold import Key
 from jaxauto.solve.loops import accumulated, combined, hidden_seconds, shadows
 from jaxauto.solve.onchip import place_on_chip
@@ -397,12 +397,16 @@ class Model:
             tables[:, (source[:, None] == target).all(-1)] /= trips
         return tables, longer, copied, made
 
-    def inside(self, op: Operation) -> tuple[tuple[int, bool], ...]:
-        """Operands of a dot that are made as they are read, and whether another operation reads them too."""
+    def inside(self, op: Operation) -> tuple[Inside, ...]:
+        """Operands of a dot that are made as they are read."""
         if not self.mesh.windows:
             return ()
-        found = self.cached(("inside", self.variant), lambda: made_inside(self.groups, self.variant.held - self.variant.partly))
-        return tuple((k, found[o.value]) for k, o in enumerate(op.operands) if o.value in found)
+        found, placed = self.cached(("inside", self.variant), self._made_inside)
+        return tuple(Inside(k, found[o.value], o.value in placed) for k, o in enumerate(op.operands) if o.value in found)
+
+    def _made_inside(self) -> tuple[dict[int, bool], frozenset[int]]:
+        found = made_inside(self.groups, self.variant.held - self.variant.partly)
+        return found, take_places(found, self.variant.rewritten.graph, self.buffers)
 
     @property
     def major(self) -> Major:

@@ -11,7 +11,7 @@ import pytest
 
 from jaxauto.cost.collectives import collective_seconds
 from jaxauto.cost.compute import operation_seconds
-from jaxauto.cost.windowed import made_inside, windowed
+from jaxauto.cost.windowed import Inside, made_inside, windowed
 from jaxauto.options import mesh_axes
 from jaxauto.planner import read
 from jaxauto.solve.positions import reduced_factors
@@ -128,12 +128,15 @@ def test_what_a_dot_makes_as_it_reads_is_written_for_a_loop():
     mesh, (result,) = mesh_axes({"a": 8}, target), op.results
     row = np.array([[reduced_factors(op, result)[0]]], np.int8)
     given = (op, result, groups.graph.values, row, np.array([[1]], np.int8), np.ones((1, 1), bool), mesh, target.chip)
-    longer = windowed(*given, ((0, False),))[1] - windowed(*given)[1]
+    alone, shared, placed, both = (Inside(0, *how) for how in ((False, False), (True, False), (False, True), (True, True)))
+    longer = windowed(*given, (alone,))[1] - windowed(*given)[1]
     assert longer == pytest.approx(2 * 2 * k * m / (target.chip.bandwidth_efficiency * target.chip.hbm_bandwidth))
-    turned, alone, shared = (windowed(*given, inside) for inside in ((), ((0, False),), ((0, True),)))
-    assert turned[2] == alone[2] == 2 * k * m  # made the way round that the loop wants it
-    assert shared[2] == 2 * 2 * k * m  # another dot wants it as it is
-    assert [float(bytes_[0, 0]) for bytes_ in shared[3]] == [2 * k * m, 0]
+    for inside in ((), (alone,), (placed,)):
+        assert windowed(*given, inside)[2] == 2 * k * m  # made the way round that the loop wants it
+    assert windowed(*given, (shared,))[2] == 2 * 2 * k * m  # another dot wants it as it is
+    assert windowed(*given, (both,))[2] == 2 * k * m  # which lies where what it is made of did
+    assert windowed(*given, (both,))[1] == windowed(*given, (shared,))[1]
+    assert [float(bytes_[0, 0]) for bytes_ in windowed(*given, (shared,))[3]] == [2 * k * m, 0]
 
 
 def test_a_convolution_is_taken_apart_into_few_features():
