@@ -14,10 +14,10 @@ from jaxauto import compat
 from jaxauto import place as _place
 from jaxauto.core import Decisions, Estimate, Graph
 from jaxauto.errors import ArgumentError, PlanMismatchError
-from jaxauto.graph import HOST
+from jaxauto.graph import HOST, walk
 from jaxauto.rewrite.apply import apply
 from jaxauto.targets import Target
-from jaxauto.targets.compilers import COMPILER_OPTIONS, memory_limit
+from jaxauto.targets.compilers import COMPILER_OPTIONS, CONVOLUTION_OPTIONS, memory_limit
 from jaxauto.trace import Traced, abstract
 
 
@@ -144,7 +144,8 @@ class Plan:
         """XLA options by name that ``jit`` compiles the step with, for ``jax.jit(compiler_options=…)``."""
         platform = Target(self.target).chip.platform
         limit = memory_limit(platform, self.certificate.limit_bytes) if self.certificate is not None else {}
-        return {**COMPILER_OPTIONS[platform], **limit}
+        convolves = any(node.prim == "conv_general_dilated" for node in walk(self._bound().graph))
+        return {**COMPILER_OPTIONS[platform], **(CONVOLUTION_OPTIONS[platform] if convolves else {}), **limit}
 
     @property
     def checkpoint_policy(self) -> Callable:

@@ -15,7 +15,7 @@ from jaxauto import compat, frontend
 from jaxauto.core import MATRIX, Graph, Literal, Node
 from jaxauto.cost.compute import bytes_per_flop, flops_per_second, ops_per_byte
 from jaxauto.cost.fusion import find_buffers
-from jaxauto.cost.layout import minor_dims, unsplit_padding
+from jaxauto.cost.layout import Laid, minor_dims, unsplit_padding
 from jaxauto.cost.liveness import live_bytes
 from jaxauto.cost.onchip import in_hbm, place
 from jaxauto.cost.padded import live_beside_padded
@@ -255,7 +255,12 @@ def _padding(traced: Traced, graph: Graph, chip: Any) -> Callable[[int], float]:
     """Value id → by how much tiles enlarge it on one device of ``chip``."""
     groups = find_groups(graph, traced.state)
     major = major_dims(groups)
-    return lambda n: unsplit_padding(graph.values[n].shape, minor_dims(major, *groups.place[n]), chip.tile)
+
+    def padded(number: int) -> float:
+        value = graph.values[number]
+        return unsplit_padding(Laid(value.shape, minor_dims(major, *groups.place[number]), chip.tile_of(value.dtype)))
+
+    return padded
 
 
 class _Profiler:

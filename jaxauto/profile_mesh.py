@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxauto.core import Node
-from jaxauto.cost.layout import local_shape, minor_dims, padding
+from jaxauto.cost.layout import Laid, local_shape, minor_dims, padding
 from jaxauto.errors import ArgumentError
 from jaxauto.options import Options, mesh_candidates
 from jaxauto.planner import read, search
@@ -90,8 +90,8 @@ def _padded(best: Candidate) -> Callable[[int], float]:
     @functools.cache
     def padded(number: int) -> float:
         minor = minor_dims(major, *model.groups.place[number])
-        place = model.position(best.x, number)[None]
-        return float(padding(place, model.values[number].shape, minor, model.mesh.sizes, model.chip.tile)[0])
+        place, value = model.position(best.x, number)[None], model.values[number]
+        return float(padding(place, Laid(value.shape, minor, model.chip.tile_of(value.dtype)), model.mesh.sizes)[0])
 
     return padded if model.chip.tile else lambda _: 1.0
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxauto.core import MATRIX, Kind, Node, Value
 from jaxauto.cost.lanes import differs, through_hbm
-from jaxauto.cost.layout import local_shape, padding
+from jaxauto.cost.layout import Laid, local_shape, padding
 from jaxauto.cost.onchip import Near, Side, capacity
 from jaxauto.groups import WHOLE, Operand, Operation
 from jaxauto.rules.convolution import GROUPS
@@ -124,7 +124,7 @@ def may_be_minor(op: Operation, operand: Operand) -> tuple[int, ...]:
 def operand_bytes(operand: Operand, op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any) -> np.ndarray:
     """Bytes that one device has of an operand or result, tiles filled, for each state: ``float [states]``."""
     value, place = values[operand.value], project(state, factor_dims(op, operand))
-    padded = padding(place, value.shape, may_be_minor(op, operand), axis_sizes, chip.tile) if chip.tile else 1.0
+    padded = padding(place, Laid(value.shape, may_be_minor(op, operand), tile), axis_sizes) if (tile := chip.tile_of(value.dtype)) else 1.0
     return value.nbytes / shards(place, axis_sizes) * padded
 
 

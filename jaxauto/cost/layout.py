@@ -9,11 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxauto.groups import WHOLE
+from jaxauto.targets.chip import Tile
 
 
-def padding(
-    positions: np.ndarray, shape: tuple[int, ...], minor: tuple[int, ...], axis_sizes: tuple[int, ...], tile: tuple[int, int]
-) -> np.ndarray:
+def padding(positions: np.ndarray, laid: Laid, axis_sizes: tuple[int, ...]) -> np.ndarray:
     """By how much padding enlarges one device's part of an array.
 
     The compiler lays arrays out as it likes: the pair of minor dimensions that pads least is assumed. But for convolutions batch and
@@ -22,17 +21,17 @@ def padding(
 
     Args:
       positions: ``[states, axes]``, the dimension that each mesh axis splits, or WHOLE.
-      shape: of the whole array. minor: dimensions that may be minor; fewer than two: any. axis_sizes: of the mesh.
-      tile: (second minor, minor).
+      laid: shape of the whole array; dimensions that may be minor, fewer than two: any; its tiles. axis_sizes: of the mesh.
 
     Returns:
       ``float [states]``, 1 or more.
     """
+    shape, minor, tile = laid
     if len(shape) < 2 or not all(shape):
         return np.ones(len(positions))
     local, minor = _joined(local_shape(positions, shape, axis_sizes), minor)
-    rows = np.minimum(tile[0], 2.0 ** np.ceil(np.log2(local)))  # tiles of fewer rows for short dimensions
-    sublanes, lanes = (np.ceil(local / edge) * edge / local for edge in (rows, tile[1]))
+    rows = np.clip(2.0 ** np.ceil(np.log2(local)), tile.packed, tile.sublanes)  # tiles of fewer rows for short dimensions
+    sublanes, lanes = (np.ceil(local / edge) * edge / local for edge in (rows, tile.lanes))
     both = sublanes[:, :, None] * lanes[:, None, :]
     both[:, np.arange(local.shape[1]), np.arange(local.shape[1])] = np.inf
     chosen = list(minor) if len(minor) > 1 else list(range(local.shape[1]))
@@ -40,9 +39,9 @@ def padding(
 
 
 @functools.lru_cache(maxsize=65536)
-def unsplit_padding(shape: tuple[int, ...], minor: tuple[int, ...], tile: tuple[int, int]) -> float:
+def unsplit_padding(laid: Laid) -> float:
     """By how much padding enlarges a whole array: ``padding`` of one that no device shares."""
-    return float(padding(np.zeros((1, 0), int), shape, minor, (), tile)[0])
+    return float(padding(np.zeros((1, 0), int), laid, ())[0])
 
 
 def local_shape(positions: np.ndarray, shape: tuple[int, ...], axis_sizes: tuple[int, ...]) -> np.ndarray:
@@ -52,6 +51,14 @@ def local_shape(positions: np.ndarray, shape: tuple[int, ...], axis_sizes: tuple
         rows = np.nonzero(positions[:, axis] != WHOLE)[0]
         local[rows, positions[rows, axis]] /= size
     return local
+
+
+class Laid(NamedTuple):
+    """What ``padding`` asks of an array beside where it lies."""
+
+    shape: tuple[int, ...]
+    minor: tuple[int, ...]
+    tile: Tile
 
 
 class Major(NamedTuple):

@@ -18,7 +18,7 @@ from jaxauto.cost.turning import turned
 from jaxauto.graph import walk
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.rewrite.order import SCATTERS
-from jaxauto.solve.brought import Way, shares_on_the_way, tiled
+from jaxauto.solve.brought import Way, laid, shares_on_the_way
 from jaxauto.solve.early import held_early
 from jaxauto.solve.facts import source_of, take_places, viewed
 from jaxauto.solve.padded import held_padded
@@ -182,7 +182,7 @@ def _shared(model: Model) -> Iterator[Row]:
     """Arrays resharded once for several operations (``Groups.share_operands``): from the first that reads them to the last."""
     for number, view, dims, begin, end in shared_operands(model):
         group, own = model.groups.place[number]
-        way = Way(model.var("group", group), own, model.var("group", view), dims, *tiled(model, number, view, dims))
+        way = Way(model.var("group", group), own, model.var("group", view), dims, laid(model, number, view, dims))
         bytes_ = (0.5 if model.is_rounded(number, view) else 1.0) * model.values[number].nbytes
         table = model.cached(("shared", way, bytes_), lambda way=way, n=bytes_: n * shares_on_the_way(model, way)[1])
         yield from in_order(begin, end, way.group, way.operation, table)

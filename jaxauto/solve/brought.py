@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxauto.core import Graph, LinkKind
 from jaxauto.cost.compute import factor_dims
-from jaxauto.cost.layout import minor_dims, padding
+from jaxauto.cost.layout import Laid, minor_dims, padding
 from jaxauto.cost.onchip import capacity
 from jaxauto.graph import walk
 from jaxauto.solve.facts import viewed
@@ -26,15 +26,14 @@ if TYPE_CHECKING:
 class Way(NamedTuple):
     """From a group to an operation, or to what several operations read: their variables, and the operand's dimensions in each.
 
-    ``shape``, ``minor``: as tiles pad it (``cost/layout.py``); empty where there are none.
+    ``laid``: as tiles pad it; None where there are none.
     """
 
     group: int
     dims: tuple[int, ...]
     operation: int
     factors: tuple[int, ...]
-    shape: tuple[int, ...]
-    minor: tuple[int, ...]
+    laid: Laid | None
 
 
 class Reads(NamedTuple):
@@ -94,16 +93,17 @@ def shares_on_the_way(model: Model, way: Way) -> tuple[np.ndarray, np.ndarray]:
     return model.cached(("brought", way), lambda: _shares(model, way))
 
 
-def tiled(model: Model, number: int, group: int, dims: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """``Way.shape`` and ``Way.minor`` of a value that lies as ``dims`` of a group."""
-    return (model.values[number].shape, minor_dims(model.major, group, dims)) if model.chip.tile else ((), ())
+def laid(model: Model, number: int, group: int, dims: tuple[int, ...]) -> Laid | None:
+    """``Way.laid`` of a value that lies as ``dims`` of a group."""
+    value = model.values[number]
+    return Laid(value.shape, minor_dims(model.major, group, dims), tile) if (tile := model.chip.tile_of(value.dtype)) else None
 
 
 def _shares(model: Model, way: Way) -> tuple[np.ndarray, np.ndarray]:
-    sizes, tile = model.mesh.sizes, model.chip.tile
+    sizes = model.mesh.sizes
 
     def share(positions: np.ndarray) -> np.ndarray:
-        padded = padding(positions, way.shape, way.minor, sizes, tile) if way.shape else 1.0
+        padded = padding(positions, way.laid, sizes) if way.laid else 1.0
         return padded / shards(positions, sizes)
 
     here, there = project(model.states[way.group], way.dims), project(model.states[way.operation], way.factors)
@@ -123,7 +123,7 @@ def _reads(model: Model) -> dict[int, list[Reads]]:
         for o in op.operands:
             dims = tuple(d for d, _ in o.dims)
             ends = model.var("group", o.group), dims, model.var("operation", op.node.id), factor_dims(op, o)
-            way = Way(*ends, *tiled(model, o.value, o.group, dims))
+            way = Way(*ends, laid(model, o.value, o.group, dims))
             reads.append(Reads(op.node.inputs.index(o.value), min(model.values[o.value].nbytes, model.operand_bytes(op, o)), way))
     return found
 

@@ -346,10 +346,10 @@ class Answer:
             group, own = model.groups.place[int(number)]
             dims = (WHOLE, *own) if stacked else own
             where = self.where(self.group[group], dims)
-            shape = variant.rewritten.graph.values[int(model.buffers.ids[k])].shape
+            value = variant.rewritten.graph.values[int(model.buffers.ids[k])]
             minor = [i + stacked for i in self.minor(group, own)]
             minor = [0, *minor] if stacked and not self.major.batches.get((group, own)) else minor
-            padded = padding(shape, where, minor, self.sizes, model.chip.tile)
+            padded = padding(value.shape, where, minor, self.sizes, model.chip.tile_of(value.dtype))
             yield k, self.pieces(where), float(model.buffers.bytes_[k]) / self.pieces(where) * padded
 
     def traffic(self) -> Iterator[tuple[int, float, int]]:

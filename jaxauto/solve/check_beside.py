@@ -75,7 +75,7 @@ def _padded_bytes(answer: Answer, op: Operation, o: Operand, where: tuple[int, .
     """Of one device's part of an operand, with what tiles pad it by."""
     model, value = answer.model, answer.model.values[o.value]
     minor = answer.minor(o.group, tuple(d for d, _ in o.dims))
-    padded = padding(value.shape, where, minor, answer.sizes, model.chip.tile)
+    padded = padding(value.shape, where, minor, answer.sizes, model.chip.tile_of(value.dtype))
     return min(value.nbytes, answer.read_bytes(op, o)) / answer.pieces(where) * padded
 
 
@@ -139,7 +139,8 @@ def _bordered(answer: Answer) -> Iterator[tuple[int, int, float]]:
         split = {d for a, d in enumerate(there) if answer.sizes[a] > 1}
         if any(op.rule.halo.get(factor) and i in split for i, (_, factor) in enumerate(o.dims)):
             minor = [i for i, (_, factor) in enumerate(o.dims) if not factor.startswith("s")]
-            padded = padding(answer.model.values[o.value].shape, there, minor, answer.sizes, answer.model.chip.tile)
+            value = answer.model.values[o.value]
+            padded = padding(value.shape, there, minor, answer.sizes, answer.model.chip.tile_of(value.dtype))
             yield begin, end, answer.read_bytes(op, o) / answer.pieces(there) * padded
 
 
@@ -150,8 +151,8 @@ def _shared(answer: Answer) -> Iterator[tuple[int, int, float]]:
         group, own = model.groups.place[number]
         here, there = answer.where(answer.group[group], own), answer.where(answer.group[view], dims)
         if any(h not in (t, WHOLE) for h, t in zip(here, there, strict=True)):
-            minor = answer.minor(view, dims)
-            padded = padding(model.values[number].shape, there, minor, answer.sizes, model.chip.tile)
+            minor, value = answer.minor(view, dims), model.values[number]
+            padded = padding(value.shape, there, minor, answer.sizes, model.chip.tile_of(value.dtype))
             rounded = answer.is_rounded(number, view)
             yield begin, end, model.values[number].nbytes / (2 if rounded else 1) / answer.pieces(there) * padded
 
@@ -184,8 +185,9 @@ def _put_off(answer: Answer) -> Iterator[tuple[int, int, float]]:
         if any(answer.partial(op, o) for o in op.results):
             continue
         group, dims = model.groups.place[number]
-        where, minor = answer.where(answer.group[group], dims), answer.minor(group, dims)
-        yield begin, end, bytes_ / answer.pieces(where) * padding(model.values[number].shape, where, minor, answer.sizes, model.chip.tile)
+        where, minor, value = answer.where(answer.group[group], dims), answer.minor(group, dims), model.values[number]
+        padded = padding(value.shape, where, minor, answer.sizes, model.chip.tile_of(value.dtype))
+        yield begin, end, bytes_ / answer.pieces(where) * padded
 
 
 def _between(answer: Answer) -> Iterator[tuple[int, int, float]]:

@@ -26,7 +26,7 @@ from jaxauto.cost.windowed import (
 from jaxauto.groups import Operand, Operation
 from jaxauto.solve.model import Model
 from jaxauto.strategies import WHOLE
-from jaxauto.targets.chip import Chip
+from jaxauto.targets.chip import Chip, Tile
 
 
 def ring(
@@ -52,7 +52,7 @@ def ring(
         factors = [f for _, f in o.dims]
         where = [factors.index(names[s]) if s != WHOLE and names[s] in factors else WHOLE for s in state]
         value = model.values[o.value]
-        return value.nbytes / pieces(factors) * padding(value.shape, where, may_be_minor(op, o), sizes, chip.tile)
+        return value.nbytes / pieces(factors) * padding(value.shape, where, may_be_minor(op, o), sizes, chip.tile_of(value.dtype))
 
     count = math.prod(sizes[a] for a in partial)
     places = {there[a] for a in partial}
@@ -107,9 +107,7 @@ def ring(
     return max(longer - apart, 0.0) + first, beside, whole_ones
 
 
-def padding(
-    shape: tuple[int, ...], where: Sequence[int], minor: Sequence[int], sizes: Sequence[int], tile: tuple[int, int] | None
-) -> float:
+def padding(shape: tuple[int, ...], where: Sequence[int], minor: Sequence[int], sizes: Sequence[int], tile: Tile | None) -> float:
     """By how much tiles enlarge one device's part: the pair of minor dimensions that pads least."""
     if len(shape) < 2 or not all(shape) or not tile:
         return 1.0
@@ -123,7 +121,7 @@ def padding(
         return math.ceil(n / edge) * edge / n
 
     return min(
-        filled(local[i], min(tile[0], 2.0 ** math.ceil(math.log2(local[i])))) * filled(local[j], tile[1])
+        filled(local[i], min(tile.sublanes, max(tile.packed, 2.0 ** math.ceil(math.log2(local[i]))))) * filled(local[j], tile.lanes)
         for i in chosen
         for j in chosen
         if i != j

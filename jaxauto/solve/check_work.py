@@ -30,14 +30,15 @@ def roofline(answer: Answer, op: Operation, on_chip: Near) -> float:
     bytes_, copied = 0.0, 0.0
     for o, near in (*((o, on_chip.read) for o in op.operands), *((o, on_chip.written) for o in op.results)):
         where = answer.operand(op, o)
-        pieces, padded = answer.pieces(where), padding(values[o.value].shape, where, may_be_minor(op, o), answer.sizes, chip.tile)
+        value, pieces = values[o.value], answer.pieces(where)
+        padded = padding(value.shape, where, may_be_minor(op, o), answer.sizes, chip.tile_of(value.dtype))
         fits = near.get((op.node.id, o.value), math.inf) / pieces <= capacity(chip)
         times = chip.dot_writes if op.rule.kind is Kind.DOT and near is on_chip.written else 1.0
         times *= on_chip.narrow.get((op.node.id, o.value), 1.0)
-        bytes_ += 0.0 if fits else times * values[o.value].nbytes / pieces * padded
+        bytes_ += 0.0 if fits else times * value.nbytes / pieces * padded
         twice = on_chip.copied.get((op.node.id, o.value))
         if twice is not None and _differs(answer, op, o, twice.last):
-            local = values[o.value].nbytes / pieces
+            local = value.nbytes / pieces
             copied += twice.times * (float(through_hbm(local, capacity(chip))) + (0.0 if fits else local * padded))
     split = answer.pieces(answer.operation[op.node.id])
     if op.rule.bytes_ is not None:

@@ -28,7 +28,7 @@ from jaxauto import compat
 from jaxauto.core import MeshAxes
 from jaxauto.cost.compute import factor_dims
 from jaxauto.cost.halo import SIDES, halo_collectives
-from jaxauto.cost.layout import Major, minor_dims, padding
+from jaxauto.cost.layout import Laid, Major, minor_dims, padding
 from jaxauto.cost.liveness import live_bytes
 from jaxauto.cost.onchip import Near, in_hbm, of_sums, room
 from jaxauto.cost.reshard import passage_collectives, passage_tables
@@ -145,25 +145,23 @@ class Model:
         """Buffers by (variable, dimensions) and, where arrays are padded, shape: all of one class are cut alike."""
         index: dict[tuple, int] = {}
         self.buffer_class = np.empty(len(self.buffers.ids), int)
-        tile, values, b = self.chip.tile, self.variant.rewritten.graph.values, self.buffers
+        values, b = self.variant.rewritten.graph.values, self.buffers
         for k, (number, stacked) in enumerate(zip(self.variant.origin, self.variant.stacked, strict=True)):
             group, dims = self.groups.place[int(number)]
-            minor = minor_dims(self.major, group, dims, stacked=bool(stacked)) if tile else ()
-            dims = (WHOLE, *dims) if stacked else dims
-            shape = values[int(b.ids[k])].shape if tile else ()
-            self.buffer_class[k] = index.setdefault((self.var("group", group), dims, shape, minor), len(index))
-        self.classes = [(v, dims) for v, dims, _, _ in index]
+            minor = minor_dims(self.major, group, dims, stacked=bool(stacked)) if self.chip.tile else ()
+            dims, value = (WHOLE, *dims) if stacked else dims, values[int(b.ids[k])]
+            laid = Laid(value.shape, minor, tile) if (tile := self.chip.tile_of(value.dtype)) else None
+            self.buffer_class[k] = index.setdefault((self.var("group", group), dims, laid), len(index))
+        self.classes = [(v, dims) for v, dims, _ in index]
         self.pieces = [
             self.cached(("pieces", v, d), lambda v=v, d=d: shards(project(self.states[v], d), self.mesh.sizes)) for v, d in self.classes
         ]
-        padded = [self.cached(("padding", *key), lambda key=key: self._padding(*key)) for key in index]
-        self.fraction = [more / pieces for more, pieces in zip(padded, self.pieces, strict=True)]
+        enlarged = [self.cached(("padding", *key), lambda key=key: self._padding(*key)) for key in index]
+        self.fraction = [more / pieces for more, pieces in zip(enlarged, self.pieces, strict=True)]
 
-    def _padding(self, variable: int, dims: tuple[int, ...], shape: tuple[int, ...], minor: tuple[int, ...]) -> np.ndarray:
+    def _padding(self, variable: int, dims: tuple[int, ...], laid: Laid | None) -> np.ndarray:
         """By how much padding enlarges what one device holds of a buffer, for each state."""
-        if not shape:
-            return np.ones(1)
-        return padding(project(self.states[variable], dims), shape, minor, self.mesh.sizes, self.chip.tile)
+        return np.ones(1) if laid is None else padding(project(self.states[variable], dims), laid, self.mesh.sizes)
 
     def memory_row(self, position: int, *, crowded: bool = False) -> MemoryRow:
         """The row of a position: bytes of every buffer alive there, by variable and state. ``crowded``: see ``MemoryRow``."""

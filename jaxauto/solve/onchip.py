@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxauto.cost.layout import Major, minor_dims, unsplit_padding
+from jaxauto.cost.layout import Laid, Major, minor_dims, unsplit_padding
 from jaxauto.cost.liveness import Beside
 from jaxauto.cost.onchip import Near, Placed, Side, capacity, place
 from jaxauto.groups import Groups, Operation
@@ -63,4 +63,5 @@ def _filled(variant: Variant, groups: Groups, major: Major, chip: Any) -> np.nda
     """Whole bytes of each buffer as it fills tiles, ``[buffers]``: which of its dimensions devices share is not known yet."""
     b, values = variant.buffers, variant.rewritten.graph.values
     dims = (minor_dims(major, *groups.place[n], stacked=s) for n, s in zip(variant.origin.tolist(), variant.stacked.tolist(), strict=True))
-    return b.bytes_ * [unsplit_padding(values[n].shape, minor, chip.tile) for n, minor in zip(b.ids.tolist(), dims, strict=True)]
+    arrays = (values[n] for n in b.ids.tolist())
+    return b.bytes_ * [unsplit_padding(Laid(v.shape, minor, chip.tile_of(v.dtype))) for v, minor in zip(arrays, dims, strict=True)]

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from jaxauto.cost.layout import minor_dims, padding
+from jaxauto.cost.layout import padding
 from jaxauto.groups import Operation
+from jaxauto.solve.brought import laid
 from jaxauto.solve.facts import viewed
 from jaxauto.solve.gradients import straight_gradients
 from jaxauto.solve.positions import reduced_factors
@@ -50,8 +51,8 @@ def held_for_gradients(model: Model) -> Iterator[Row]:
         v, (group, dims) = model.var("operation", op.node.id), model.groups.place[number]
         summed = np.isin(model.states[v], [f for o in op.results for f in reduced_factors(op, o)]).any(-1)
         positions = project(model.states[g := model.var("group", group)], dims)
-        shape, minor = model.values[number].shape, minor_dims(model.major, group, dims)
-        local = bytes_ * padding(positions, shape, minor, model.mesh.sizes, model.chip.tile) / shards(positions, model.mesh.sizes)
+        padded = padding(positions, of, model.mesh.sizes) if (of := laid(model, number, group, dims)) else 1.0
+        local = bytes_ * padded / shards(positions, model.mesh.sizes)
         yield from in_order(begin, end, v, g, np.outer(~summed, local))
 
 

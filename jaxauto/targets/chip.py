@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,14 @@ class Number:
     unit: str
     source: str
     origin: Literal["datasheet", "fitted", "assumed"] = "datasheet"
+
+
+class Tile(NamedTuple):
+    """What the two minor dimensions of an array are padded to multiples of; ``packed``: rows of the first that share one register row."""
+
+    sublanes: int
+    lanes: int
+    packed: int = 1
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,11 @@ class Chip:
     numbers: Mapping[str, Number] = field(compare=False, repr=False)
     devices_per_chip: int = 1
     tile: tuple[int, int] | None = None
+
+    def tile_of(self, dtype: Any) -> Tile | None:
+        """The tiles of an array of this dtype: two rows of bfloat16 are one of 32 bits, so one row alone takes as much as two."""
+        bytes_ = getattr(dtype, "itemsize", None) or np.dtype(dtype).itemsize  # keys of random numbers have a type that is not numpy's
+        return Tile(*self.tile, packed=max(1, 4 // bytes_)) if self.tile else None
 
     def peak_flops(self, dtype: Any) -> float:
         """Peak of the matrix unit, flop/s, for operands of this dtype (numpy dtype or name).

@@ -46,6 +46,15 @@ COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         ),
     }
 )
+# Beside those, for programs with convolutions. TPU: of fewer than eight images it would make a batch of pieces of images, which takes
+# several times the memory and the time (scripts/results/small_batches.md); the second name is for v5e and later.
+CONVOLUTION_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "tpu": MappingProxyType({"xla_tpu_run_space_to_batch": "false", "xla_tpu_run_space_to_batch_on_new_platforms": "false"}),
+        "gpu": MappingProxyType({}),
+        "cpu": MappingProxyType({}),
+    }
+)
 # The CUDA plugin otherwise refuses to register without a driver and the CUDA libraries.
 GPU_ENVIRONMENT = MappingProxyType({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"})
 
