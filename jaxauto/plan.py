@@ -144,7 +144,8 @@ class Plan:
         """XLA options by name that ``jit`` compiles the step with, for ``jax.jit(compiler_options=…)``."""
         platform = Target(self.target).chip.platform
         limit = memory_limit(platform, self.certificate.limit_bytes) if self.certificate is not None else {}
-        convolves = any(node.prim == "conv_general_dilated" for node in walk(self._bound().graph))
+        # a loaded plan does not know; where there are none, the options mean nothing
+        convolves = self.program is None or any(node.prim == "conv_general_dilated" for node in walk(self.program.graph))
         return {**COMPILER_OPTIONS[platform], **(CONVOLUTION_OPTIONS[platform] if convolves else {}), **limit}
 
     @property

@@ -43,7 +43,9 @@ def test_all_states_at_once():
     assert found == pytest.approx([1.0, 1.0, 1.0 if 256 / 4 % 128 == 0 else 2.0])
 
 
-@pytest.mark.parametrize(("dtype", "images", "expected"), [("float32", 1, 1.0), ("bfloat16", 1, 2.0), ("bfloat16", 2, 1.0), ("int8", 2, 2.0)])
+@pytest.mark.parametrize(
+    ("dtype", "images", "expected"), [("float32", 1, 1.0), ("bfloat16", 1, 2.0), ("bfloat16", 2, 1.0), ("int8", 2, 2.0)]
+)
 def test_rows_that_share_a_register_are_padded_to_be_as_many(dtype, images, expected):
     """As XLA:TPU lays out images for convolutions: ``bf16[1,256,256,128]{3,0,2,1:T(2,128)(2,1)}``."""
     of = Laid((images, 256, 256, 128), (0, 3), CHIPS["v5e"].tile_of(dtype))
