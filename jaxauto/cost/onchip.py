@@ -162,7 +162,8 @@ class _Placement:
             begin = None if b.is_input[k] or self._is_stack(n) else int(b.start[k])
             stays = begin is not None and not (b.is_output[k] or self._is_of_loop(n)) and bool(b.end[k] >= b.start[k])
             self.arrays[n] = _Array(float(self.sizes[k]), k, begin, float(b.written[k]), stays)
-        np.add.at(self.seconds, b.start, b.written * self.sizes * self.byte_seconds)
+            piece = max(1, self.graph.values[n].shape[0]) if self._is_stack(n) else 1  # a trip writes its slice
+            self.seconds[b.start[k]] += b.written[k] * self.sizes[k] / piece * self.byte_seconds
         nodes = list(walk(self.graph))
         self.carried = {link.target for node in nodes for link in node.links if link.kind is LinkKind.INIT}
         for node in (n for n in nodes if n.bodies):
