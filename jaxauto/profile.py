@@ -20,6 +20,7 @@ from jaxauto.cost.liveness import live_bytes
 from jaxauto.cost.onchip import in_hbm, place
 from jaxauto.cost.padded import live_beside_padded
 from jaxauto.cost.pooling import live_beside_pools
+from jaxauto.cost.tables import live_beside_tables
 from jaxauto.cost.widened import live_beside_dots
 from jaxauto.errors import ArgumentError
 from jaxauto.flow import data_dependent, read_late
@@ -247,6 +248,8 @@ def _program(traced: Traced, chip: Any) -> Profiled:
     if platform == "gpu":
         live = live + live_beside_padded(graph, rules, buffers)
     live = live + live_beside_pools(graph, buffers, platform)
+    if chip is not None and chip.tile:
+        live = live + live_beside_tables(graph, buffers, chip)
     one, local = (lambda _: 1.0), (lambda n: graph.values[n].shape)
     return Profiled(traced, graph, rules, buffers, sizes, live, one, one, aliased, padded, local, placed)
 

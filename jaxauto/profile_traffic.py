@@ -18,6 +18,7 @@ from jaxauto.cost.lanes import batch_dims, differs, through_hbm
 from jaxauto.cost.launches import kernels
 from jaxauto.cost.liveness import Buffers
 from jaxauto.cost.onchip import Near, capacity
+from jaxauto.cost.tables import moved_for_tables
 from jaxauto.graph import walk
 from jaxauto.profile_memory import Profiled
 
@@ -40,6 +41,7 @@ class Traffic:
         operations = (node.id for node in walk(program.graph) if not node.bodies and program.rules[node.id].kind in OPERATIONS)
         self.started = kernels(program.graph, whole, operations)
         self.hashed = unhidden(program.graph, whole, chip) if chip is not None else {}
+        self.tables = moved_for_tables(program.graph, program.buffers, chip, program.pieces) if on_tpu else {}
         placed = program.placed if on_tpu else None
         self.waited = _by_node(program, self._off_chip(placed), program.padded) if placed else self.moved
         self.near = placed.near if placed else Near()
@@ -55,7 +57,7 @@ class Traffic:
         own = self._operation(node, rule, share, self.near, self.program.padded, writes) if rule.kind in OPERATIONS else 0.0
         waited = float(traffic_seconds(self.waited.get(node.id, 0.0), self.chip))
         hashed = self.hashed.get(node.id, 0.0) / share
-        copied = float(traffic_seconds(self._copied(node), self.chip))
+        copied = float(traffic_seconds(self._copied(node) + self.tables.get(node.id, 0.0), self.chip))
         return max(work, float(traffic_seconds(own, self.chip))) + copied + waited + hashed + self.launching(node)
 
     def launching(self, node: Node) -> float:

@@ -38,6 +38,14 @@ def padding(positions: np.ndarray, laid: Laid, axis_sizes: tuple[int, ...]) -> n
     return both[:, chosen][:, :, chosen].min(axis=(1, 2))
 
 
+def row_padding(positions: np.ndarray, laid: Laid, axis_sizes: tuple[int, ...]) -> np.ndarray:
+    """By how much an array of two dimensions is enlarged whose last one is along the lanes: as ``padding``."""
+    local, tile = local_shape(positions, laid.shape, axis_sizes), laid.tile
+    edges = np.clip(2.0 ** np.ceil(np.log2(local[:, 0])), tile.packed, tile.sublanes), tile.lanes
+    sublanes, lanes = (np.ceil(n / edge) * edge / n for n, edge in zip(local.T, edges, strict=True))
+    return sublanes * lanes
+
+
 @functools.lru_cache(maxsize=65536)
 def unsplit_padding(laid: Laid) -> float:
     """By how much padding enlarges a whole array: ``padding`` of one that no device shares."""

@@ -26,6 +26,7 @@ from jaxauto.solve.pooled import held_pooled
 from jaxauto.solve.positions import edge_layout, moved_share, reduced_factors
 from jaxauto.solve.put_off import held_for_gradients
 from jaxauto.solve.read_twice import held_for_both
+from jaxauto.solve.tables import held_tables
 from jaxauto.solve.turns import Row, beside_loops, beside_results, cut_results, in_order, update_begins, updating
 from jaxauto.solve.widened import held_widened
 from jaxauto.strategies import WHOLE, project, shards
@@ -325,4 +326,5 @@ _ROWS = (
     held_widened,
     held_padded,
     held_pooled,
+    held_tables,
 )

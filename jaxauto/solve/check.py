@@ -22,7 +22,7 @@ from jaxauto.cost.onchip import capacity, room
 from jaxauto.graph import multiplicity, walk
 from jaxauto.groups import Edge, Operand, Operation
 from jaxauto.rewrite.narrow import multiplies_rounded
-from jaxauto.solve.check_beside import brought, held_beside
+from jaxauto.solve.check_beside import brought, held_beside, with_rows
 from jaxauto.solve.check_passages import Passages, Where
 from jaxauto.solve.check_ring import padding, ring
 from jaxauto.solve.check_turns import copies
@@ -194,6 +194,7 @@ class Answer:
         if launch := self.model.chip.launch_seconds:
             total["compute"] += launched(self) * launch
         total["compute"] += hashed(self)
+        total["compute"] += sum(traffic_seconds(moved, self.model.chip) for *_, moved in with_rows(self))
         for resource, crossing, pieces in self.crossing():
             total[resource] += crossing / pieces / self.model.chip.host_bandwidth
         for k, moved, pieces in self.traffic():

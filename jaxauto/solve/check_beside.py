@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterator
-from math import prod
 from typing import TYPE_CHECKING
 
 from jaxauto.core import LinkKind, Node
 from jaxauto.cost.kernels import TILE, pads
 from jaxauto.cost.onchip import capacity, of_sums
+from jaxauto.cost.tables import lies_in_rows
 from jaxauto.cost.widened import WIDE
 from jaxauto.cost.windowed import SMALL, is_view
 from jaxauto.graph import walk
@@ -23,6 +24,7 @@ from jaxauto.solve.pooled import pooled
 from jaxauto.solve.put_off import put_off
 from jaxauto.solve.read_twice import held_between
 from jaxauto.solve.stacked import readings
+from jaxauto.solve.tables import tables_of
 from jaxauto.solve.turns import update_begins
 from jaxauto.solve.widened import widened
 from jaxauto.strategies import WHOLE
@@ -46,9 +48,25 @@ def held_beside(answer: Answer) -> Iterator[tuple[int, int, float]]:
     yield from _widened(answer)
     yield from _padded(answer)
     yield from ((at, at, bytes_ / answer.pieces(answer.operation[op.node.id])) for op, _, at, bytes_ in pooled(answer.model))
+    yield from ((begin, end, held) for begin, end, held, _ in with_rows(answer))
     begin = update_begins(answer.model)
     yield from ((begin, last, size) for size, _ in copies_of_results(answer))
     yield from ((begin, last, size) for size in made_whole(answer))
+
+
+def with_rows(answer: Answer) -> Iterator[tuple[int, int, float, float]]:
+    """(first position, last, bytes of one device, bytes that it moves) of tables with their rows along the lanes, short of tiles."""
+    model = answer.model
+    for _, table in tables_of(model):
+        value, (group, dims) = model.values[table.number], model.groups.place[table.number]
+        where, tile = answer.where(answer.group[group], dims), model.chip.tile_of(value.dtype)
+        least = padding(value.shape, where, (0, 1), answer.sizes, tile)
+        long, wide = (n / math.prod(answer.sizes[a] for a, d in enumerate(where) if d == i) for i, n in enumerate(value.shape))
+        edge = min(tile.sublanes, max(tile.packed, 2 ** math.ceil(math.log2(long))))
+        rows = math.ceil(long / edge) * edge / long * math.ceil(wide / tile.lanes) * tile.lanes / wide
+        rows, least = (value.nbytes / answer.pieces(where) * n for n in (rows, least))
+        if lies_in_rows(rows, least):
+            yield table.begin, table.end, *(a * rows + b * least for a, b in (table.held, table.moved))
 
 
 def brought(answer: Answer) -> Iterator[tuple[int, float]]:
@@ -221,7 +239,8 @@ def _padded(answer: Answer) -> Iterator[tuple[int, int, float]]:
         (result,) = op.results
         own, state = {f for _, f in result.dims}, answer.operation[op.node.id]
         cut = lambda k, state=state: answer.count(a for a, d in enumerate(state) if d == k)  # noqa: E731
-        long = prod(size / cut(k) for k, (factor, size) in enumerate(op.factors) if factor not in own and factor in {f for _, f in o.dims})
+        summed = {f for _, f in o.dims} - own
+        long = math.prod(size / cut(k) for k, (factor, size) in enumerate(op.factors) if factor in summed)
         made = answer.model.values[result.value].elements / answer.pieces(answer.operand(op, result))
         if pads(made / TILE**2, long):
             yield at, at, answer.model.values[o.value].nbytes / answer.pieces(answer.operand(op, o))

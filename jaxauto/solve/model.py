@@ -44,6 +44,7 @@ from jaxauto.solve.positions import edge_layout, reduced_factors, unsummed
 from jaxauto.solve.problem import MemoryRow, Problem
 from jaxauto.solve.read_twice import read_together, read_twice
 from jaxauto.solve.remat import Variant
+from jaxauto.solve.tables import add_tables
 from jaxauto.solve.turns import add_turns, updating
 from jaxauto.solve.work import add_hashes, add_launches, add_operations, add_traffic
 from jaxauto.strategies import project, shards, states
@@ -119,6 +120,7 @@ class Model:
         add_traffic(self)
         add_launches(self)
         add_hashes(self)
+        add_tables(self)
         add_operations(self)
         self._edges()
         self._operands()
