@@ -65,7 +65,7 @@ def with_rows(answer: Answer) -> Iterator[tuple[int, int, float, float]]:
         edge = min(tile.sublanes, max(tile.packed, 2 ** math.ceil(math.log2(long))))
         rows = math.ceil(long / edge) * edge / long * math.ceil(wide / tile.lanes) * tile.lanes / wide
         rows, least = (value.nbytes / answer.pieces(where) * n for n in (rows, least))
-        if lies_in_rows(rows, least):
+        if lies_in_rows(rows, least, table):
             yield table.begin, table.end, *(a * rows + b * least for a, b in (table.held, table.moved))
 
 

@@ -35,8 +35,8 @@ def held_tables(model: Model) -> Iterator[Row]:
     for op, table in tables_of(model):
         group, dims = model.groups.place[table.number]
         v, g = model.var("operation", op.node.id), model.var("group", group)
-        key = model.values[table.number].nbytes, dims, table.held
-        bytes_ = model.cached(("table", g, *key), lambda table=table: _bytes(model, table, table.held))
+        key = model.values[table.number].nbytes, dims, table.held, table.arrays, table.updated
+        bytes_ = model.cached(("table", g, *key), lambda table=table: _bytes(model, table)[0])
         yield from in_order(table.begin, table.end, v, g, np.broadcast_to(bytes_, (len(model.states[v]), len(bytes_))))
 
 
@@ -44,11 +44,11 @@ def add_tables(model: Model) -> None:
     """What copies of tables take."""
     for _, table in tables_of(model):
         v = model.var("group", model.groups.place[table.number][0])
-        model.problem.add_unary("compute", v, traffic_seconds(_bytes(model, table, table.moved), model.chip))
+        model.problem.add_unary("compute", v, traffic_seconds(_bytes(model, table)[1], model.chip))
 
 
-def _bytes(model: Model, table: Table, times: tuple[int, int]) -> np.ndarray:
-    """Of one device, by the states of the group."""
+def _bytes(model: Model, table: Table) -> tuple[np.ndarray, np.ndarray]:
+    """Held and moved by one device, by the states of the group."""
     value, (group, dims) = model.values[table.number], model.groups.place[table.number]
     positions = project(model.states[model.var("group", group)], dims)
-    return beyond(value, model.chip.tile_of(value.dtype), positions, model.mesh.sizes, times)
+    return beyond(value, model.chip.tile_of(value.dtype), positions, model.mesh.sizes, table)
