@@ -66,6 +66,8 @@ def tables(graph: Graph, buffers: Buffers) -> list[Table]:
             begin, end = int(buffers.start[k]), int(buffers.end[k])
             found[made] = [Table(made, node.id, begin, end, (1, -1), (2, -2), arrays, True)]
             found[made].append(Table(made, node.id, begin, begin, (1, 0), (2, 0), arrays, False))
+            if arrays > 1:  # what is updated beside the table
+                found[made].append(Table(made, node.id, begin, end, (arrays - 1, 0), (0, 0), arrays, True))
     return [table for parts in found.values() for table in parts]
 
 

@@ -105,7 +105,10 @@ def test_what_an_optimizer_keeps_of_a_table_is_copied_too():
         return table - moment, moment
 
     table, *others = arguments(500000, 64)
-    assert {t.arrays for _, t in tables_of(best_of(with_moment, (table, table, *others)).model)} == {2}
+    found = [t for _, t in tables_of(best_of(with_moment, (table, table, *others)).model)]
+    assert {t.arrays for t in found} == {2}
+    _, _, gradient, _, moment = found
+    assert (moment.begin, moment.end, moment.held) == (gradient.begin, gradient.end, (1, 0))  # beside the table's own copy
 
 
 @pytest.mark.parametrize(
