@@ -56,7 +56,7 @@ def tables(graph: Graph, buffers: Buffers) -> list[Table]:
             continue
         (read, *_), (made, *_) = node.inputs, node.outputs
         shape = graph.values[made if node.prim != "gather" else read].shape
-        arrays = 1 + alike[shape, False] // max(1, alike[shape, True])  # of as many arguments this table's share
+        arrays = max(1, (alike[shape, False] + alike[shape, True]) // max(1, alike[shape, True]))  # this table's share of such arguments
         if node.prim == "gather" and read in inputs and read not in found:
             last = max(position.get(user.id, at) for user in graph.values[read].users)
             found[read] = [Table(int(read), node.id, at, at, (1, 0), (1, 1), arrays, None)]

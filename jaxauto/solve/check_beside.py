@@ -12,7 +12,7 @@ from jaxauto.cost.onchip import capacity, of_sums
 from jaxauto.cost.tables import lies_in_rows
 from jaxauto.cost.widened import WIDE
 from jaxauto.cost.windowed import SMALL, is_view
-from jaxauto.graph import walk
+from jaxauto.graph import multiplicity, walk
 from jaxauto.groups import Operand, Operation
 from jaxauto.rewrite.order import SCATTERS
 from jaxauto.solve.beside import bordered, cut_as_read, passed_edges, shared_operands
@@ -56,7 +56,7 @@ def held_beside(answer: Answer) -> Iterator[tuple[int, int, float]]:
 
 def with_rows(answer: Answer) -> Iterator[tuple[int, int, float, float]]:
     """(first position, last, bytes of one device, bytes that it moves) of tables with their rows along the lanes, short of tiles."""
-    model = answer.model
+    model, runs = answer.model, multiplicity(answer.model.variant.rewritten.graph)
     for _, table in tables_of(model):
         value, (group, dims) = model.values[table.number], model.groups.place[table.number]
         where, tile = answer.where(answer.group[group], dims), model.chip.tile_of(value.dtype)
@@ -66,7 +66,8 @@ def with_rows(answer: Answer) -> Iterator[tuple[int, int, float, float]]:
         rows = math.ceil(long / edge) * edge / long * math.ceil(wide / tile.lanes) * tile.lanes / wide
         rows, least = (value.nbytes / answer.pieces(where) * n for n in (rows, least))
         if lies_in_rows(rows, least, table):
-            yield table.begin, table.end, *(a * rows + b * least for a, b in (table.held, table.moved))
+            held, moved = (a * rows + b * least for a, b in (table.held, table.moved))
+            yield table.begin, table.end, held, runs[table.node] * moved
 
 
 def brought(answer: Answer) -> Iterator[tuple[int, float]]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxauto.cost.compute import traffic_seconds
 from jaxauto.cost.tables import Table, beyond, tables
+from jaxauto.graph import multiplicity
 from jaxauto.groups import Operation
 from jaxauto.solve.turns import Row, in_order
 from jaxauto.strategies import project
@@ -42,9 +43,11 @@ def held_tables(model: Model) -> Iterator[Row]:
 
 def add_tables(model: Model) -> None:
     """What copies of tables take."""
-    for _, table in tables_of(model):
+    found = tables_of(model)
+    runs = multiplicity(model.variant.rewritten.graph) if found else {}
+    for _, table in found:
         v = model.var("group", model.groups.place[table.number][0])
-        model.problem.add_unary("compute", v, traffic_seconds(_bytes(model, table)[1], model.chip))
+        model.problem.add_unary("compute", v, runs[table.node] * traffic_seconds(_bytes(model, table)[1], model.chip))
 
 
 def _bytes(model: Model, table: Table) -> tuple[np.ndarray, np.ndarray]:
