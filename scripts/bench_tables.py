@@ -1,8 +1,8 @@
 """Tables whose rows are gathered, told and compiled for one TPU: python scripts/bench_tables.py [--targets …]. Writes results/tables.md.
 
 A table ``[V, D]``, of which 65,536 rows are gathered, under one dot with a loss, and its update by gradient descent or Adam; and a net of
-16 tables as recommenders have them. What ``jaxauto/cost/tables.py`` says was read off such programs (gradient descent, float32), so those
-rows show that it is what they do, not that it holds elsewhere. Copies of small tables lie on chip in steps as short as these.
+16 tables as recommenders have them. What ``jaxauto/cost/tables.py`` says was read off such programs on one v5e, so those rows
+show that it is what they do, not that it holds elsewhere. Copies of small tables lie on chip in steps as short as these.
 """
 
 from __future__ import annotations

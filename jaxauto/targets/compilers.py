@@ -46,8 +46,9 @@ COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         ),
     }
 )
-# Beside those, for programs with convolutions. TPU: of fewer than eight images it would make a batch of pieces of images, which takes
-# several times the memory and the time (scripts/results/small_batches.md); the second name is for v5e and later.
+# Beside those, for programs with convolutions. TPU: of fewer than eight images it would make a batch of pieces of images. With four that
+# takes up to several times the memory and the time; with one more memory and traffic, though by the compiler's own cycles some nets gain
+# (scripts/results/small_batches.md). The second name is for v5e and later.
 CONVOLUTION_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "tpu": MappingProxyType({"xla_tpu_run_space_to_batch": "false", "xla_tpu_run_space_to_batch_on_new_platforms": "false"}),
