@@ -20,9 +20,10 @@ import optax
 from flax import linen as nn
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-import jaxauto  # noqa: E402
+from bench_tables import compared  # noqa: E402
+
 from jaxauto.aot import close_workers  # noqa: E402
 from jaxauto.errors import JaxAutoError  # noqa: E402
 
@@ -400,18 +401,11 @@ def weighted_bce_tabular() -> Made:
 
 def measure(target: str, name: str) -> str:
     """A table row."""
-    step, args = KINDS[name]()
     try:
-        plan = jaxauto.plan(step, *args, target=target, mesh={"data": 1}, remat="off", certify=False, progress=False)
-        found = plan.verify()
+        cells = compared(target, *KINDS[name]())
     except JaxAutoError as problem:
-        return f"| {target} | {name} | {type(problem).__name__}" + " | " * 6 + "|"
-    cells = []
-    for row, unit in ((found.row("peak memory"), 2**20), (found.row("step time (roofline of the schedule)"), 1e-3)):
-        assert row.estimated is not None and row.compiled is not None
-        cells.append(f"{row.estimated / unit:,.{0 if unit > 1 else 2}f} | {row.compiled / unit:,.{0 if unit > 1 else 2}f}")
-        cells.append(f"{100 * row.estimated / row.compiled - 100:+.0f} %")
-    return f"| {target} | {name} | {' | '.join(cells)} |"
+        cells = type(problem).__name__ + " | " * 5
+    return f"| {target} | {name} | {cells} |"
 
 
 def main() -> None:

@@ -56,8 +56,10 @@ def held_beside(answer: Answer) -> Iterator[tuple[int, int, float]]:
 
 def with_rows(answer: Answer) -> Iterator[tuple[int, int, float, float]]:
     """(first position, last, bytes of one device, bytes that it moves) of tables with their rows along the lanes, short of tiles."""
-    model, runs = answer.model, multiplicity(answer.model.variant.rewritten.graph)
-    for _, table in tables_of(model):
+    model = answer.model
+    found = tables_of(model)
+    runs = multiplicity(model.variant.rewritten.graph) if found else {}
+    for _, table in found:
         value, (group, dims) = model.values[table.number], model.groups.place[table.number]
         where, tile = answer.where(answer.group[group], dims), model.chip.tile_of(value.dtype)
         least = padding(value.shape, where, (0, 1), answer.sizes, tile)
