@@ -27,6 +27,7 @@ import numpy as np
 from jaxauto.core import Kind, MeshAxes
 from jaxauto.cost.collectives import collective_seconds
 from jaxauto.cost.compute import done_flops, factor_dims, matrix_seconds, operand_bytes, traffic_seconds
+from jaxauto.cost.onchip import capacity
 from jaxauto.cost.patterns import makes_view
 from jaxauto.groups import Groups, Operand, Operation
 from jaxauto.strategies import project
@@ -49,12 +50,14 @@ TURNS_CUT = ("v6e",)  # chips whose compiler transposes the operand with the sca
 class Inside(NamedTuple):
     """An operand of a dot that is made as it is read, so written before a loop.
 
-    ``shared``: other dots read it too. ``placed``: it is written over what it is made of (``facts.take_places``).
+    ``shared``: other dots read it too. ``placed``: what it is made of is read for it alone from there on (``facts.take_places``), and makes
+    place for its transposed copy; but not if that is ``near``, on chip where it fits.
     """
 
     operand: int
     shared: bool
     placed: bool = False
+    near: bool = False
 
 
 def windowed(
@@ -91,10 +94,9 @@ def windowed(
     apart = np.maximum(flops, traffic_seconds(sum(sizes) + added, chip))
     sent = _sent(added, partial, mesh)
     batch = _batch(op, state, mesh) > 1
-    several, placed = {k: shared for k, shared, _ in inside}, {k for k, _, on in inside if on}
+    several, placed = {x.operand: x.shared for x in inside}, {x.operand: x.near for x in inside if x.placed}
     made = [s * ((k in several) & (s > SMALL * chip.vmem_bytes)) for k, s in enumerate(sizes)]
-    lies = [m * (k not in placed) for k, m in enumerate(made)]
-    once = [0.0 if several.get(k) else m for k, m in enumerate(lies)]
+    once = [0.0 if several.get(k) or k in placed else m for k, m in enumerate(made)]
     for d, (_, factor) in enumerate(result.dims):
         has = [k for k, o in enumerate(op.operands) if any(f == factor for _, f in o.dims)]
         if len(has) != 1:
@@ -103,7 +105,8 @@ def windowed(
         pairs = (~partial[rows][:, None] | (target == d)[None]).all(-1)
         (cut,) = has
         needed = [~(batch & (k == cut)) for k in range(2)]  # of a batch it is made as its pieces are copied out
-        held, written = (sum(n * m for n, m in zip(needed, of, strict=True)) for of in (lies, made))
+        written = sum(n * m for n, m in zip(needed, made, strict=True))
+        held = written
         if op.rule.kind is Kind.CONV:
             cut_out = _filled(values[result.value].shape[d], count) * sizes[cut]
             loop = _loop_of_convolution(sizes[cut], cut_out, sizes[1 - cut], added, flops, sent, count, chip)
@@ -115,6 +118,8 @@ def windowed(
             copy, anyway = (np.choose(np.maximum(turned, 0), of) * ((turned >= 0) & ~batch) for of in (sizes, once))
             far = copy * (copy > SMALL * chip.vmem_bytes)
             held = held - anyway + far  # what is turned is made so, unless another dot reads it
+            for k, near in placed.items():
+                held = held - needed[k] * made[k] * ((turned == k) & ~batch & ~(near & (sizes[k] <= capacity(chip))))
             for k in {0, 1} - {*several}:
                 whole[k][rows] += pairs * np.broadcast_to(far * (turned == k), len(state))[rows][:, None]
         longer = np.maximum(loop - apart, 0.0) + traffic_seconds(WRITTEN * written, chip)

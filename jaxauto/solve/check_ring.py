@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from jaxauto.core import Kind
 from jaxauto.cost.collectives import collective_seconds
 from jaxauto.cost.compute import may_be_minor, operation_flops, traffic_seconds
+from jaxauto.cost.onchip import capacity
 from jaxauto.cost.windowed import (
     ADDED_UP,
     ADDED_UP_IN_BATCH,
@@ -74,10 +75,10 @@ def ring(
     sent = collective_seconds("collective-permute", added, [sizes[a] for a in partial], [model.mesh.links[a] for a in partial])
     least = max(flops, count / PIECES * sent)
     batch = math.prod(n for f, n in op.factors if f in shared) / pieces(shared) > 1
-    inside = {k: (shared, placed) for k, shared, placed in model.inside(op)}
+    inside = {x.operand: x for x in model.inside(op)}
     whole_ones = {k: moved[k] for k in inside if not (batch and k == cut[0])}
     written = [k for k in whole_ones if moved[k] > SMALL * chip.vmem_bytes]
-    first, made_before = traffic_seconds(sum(WRITTEN * moved[k] for k in written), chip), sum(moved[k] for k in written if not inside[k][1])
+    first, made_before = traffic_seconds(sum(WRITTEN * moved[k] for k in written), chip), sum(moved[k] for k in written)
     part, whole = moved[cut[0]], moved[1 - cut[0]]
     if op.rule.kind is Kind.CONV:
         features = model.values[result.value].shape[d]
@@ -101,8 +102,10 @@ def ring(
             turned = int((result.dims[last][1] in own[1]) != lanes)
     longer = _loop(moved, turned, cut[0], added, least, count, chip, copied=copied)
     beside = made_before
-    if copied and moved[turned] > SMALL * chip.vmem_bytes and (turned not in written or any(inside[turned])):
+    if copied and moved[turned] > SMALL * chip.vmem_bytes and (turned not in written or inside[turned].shared or inside[turned].placed):
         beside += moved[turned]
+        if turned in written and inside[turned].placed and not (inside[turned].near and moved[turned] <= capacity(chip)):
+            beside -= moved[turned]
         whole_ones.setdefault(turned, moved[turned])
     return max(longer - apart, 0.0) + first, beside, whole_ones
 

@@ -148,8 +148,8 @@ def source_of(groups: Groups, rewritten: Rewritten, number: Any) -> Any:
     return node.inputs[0] if is_view(groups, rewritten.origin.get(number, number)) else None
 
 
-def take_places(numbers: Iterable[int], graph: Graph, buffers: Buffers) -> frozenset[int]:
-    """Which values without a buffer, once written, lie where something as large did that is read for them alone from there on."""
+def take_places(numbers: Iterable[int], graph: Graph, buffers: Buffers) -> dict[int, list[int]]:
+    """Values without a buffer for which, once written, something as large makes place: it is read for them alone from there on."""
     values, position = graph.values, buffers.position
     held = {*buffers.ids.tolist(), *buffers.stored, *graph.outputs}
 
@@ -177,7 +177,8 @@ def take_places(numbers: Iterable[int], graph: Graph, buffers: Buffers) -> froze
 
     made = {n: values[n].producer for n in numbers if n in values}
     at = {n: position[node.id] for n, node in made.items() if node is not None and node.id in position}
-    return frozenset(n for n, here in at.items() if any(not is_read_for_others(x, n, here) for x in sources(n)))
+    found = {n: [x for x in sources(n) if not is_read_for_others(x, n, here)] for n, here in at.items()}
+    return {n: places for n, places in found.items() if places}
 
 
 def _narrower(values: Mapping[int, Value], result: int, operand: int) -> bool:

@@ -402,11 +402,15 @@ class Model:
         if not self.mesh.windows:
             return ()
         found, placed = self.cached(("inside", self.variant), self._made_inside)
-        return tuple(Inside(k, found[o.value], o.value in placed) for k, o in enumerate(op.operands) if o.value in found)
+        return tuple(
+            Inside(k, found[o.value], o.value in placed, placed.get(o.value, False)) for k, o in enumerate(op.operands) if o.value in found
+        )
 
-    def _made_inside(self) -> tuple[dict[int, bool], frozenset[int]]:
+    def _made_inside(self) -> tuple[dict[int, bool], dict[int, bool]]:
         found = made_inside(self.groups, self.variant.held - self.variant.partly)
-        return found, take_places(found, self.variant.rewritten.graph, self.buffers)
+        on_chip = {int(self.buffers.ids[k]) for k in np.nonzero(self.placed.written)[0]}
+        places = take_places(found, self.variant.rewritten.graph, self.buffers)
+        return found, {number: on_chip.issuperset(sources) for number, sources in places.items()}
 
     @property
     def major(self) -> Major:

@@ -11,6 +11,7 @@ import pytest
 
 from jaxauto.cost.collectives import collective_seconds
 from jaxauto.cost.compute import operation_seconds
+from jaxauto.cost.onchip import capacity
 from jaxauto.cost.windowed import Inside, made_inside, windowed
 from jaxauto.options import mesh_axes
 from jaxauto.planner import read
@@ -131,10 +132,16 @@ def test_what_a_dot_makes_as_it_reads_is_written_for_a_loop():
     alone, shared, placed, both = (Inside(0, *how) for how in ((False, False), (True, False), (False, True), (True, True)))
     longer = windowed(*given, (alone,))[1] - windowed(*given)[1]
     assert longer == pytest.approx(2 * 2 * k * m / (target.chip.bandwidth_efficiency * target.chip.hbm_bandwidth))
-    for inside in ((), (alone,), (placed,)):
+    for inside in ((), (alone,)):
         assert windowed(*given, inside)[2] == 2 * k * m  # made the way round that the loop wants it
     assert windowed(*given, (shared,))[2] == 2 * 2 * k * m  # another dot wants it as it is
-    assert windowed(*given, (both,))[2] == 2 * k * m  # which lies where what it is made of did
+    for inside in (placed, both):  # written beside what it is made of, which makes place for the transposed copy
+        assert windowed(*given, (inside,))[2] == 2 * k * m
+        assert windowed(*given, (inside._replace(near=True),))[2] == 2 * 2 * k * m  # from on-chip memory nothing makes place
+    scoped = dataclasses.replace(target.chip.numbers["scoped_bytes"], value=100 * 2**20)
+    small = dataclasses.replace(target.chip, numbers={**target.chip.numbers, "scoped_bytes": scoped})
+    assert capacity(small) < 2 * k * m < capacity(target.chip)
+    assert windowed(*given[:-1], small, (both._replace(near=True),))[2] == 2 * k * m  # it does not fit there
     assert windowed(*given, (both,))[1] == windowed(*given, (shared,))[1]
     assert [float(bytes_[0, 0]) for bytes_ in windowed(*given, (shared,))[3]] == [2 * k * m, 0]
 
