@@ -13,20 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+from jaxauto.alike import SOURCES
 from jaxauto.core import Graph, Literal, Node, Value
 from jaxauto.segments import Stretch, cut
 
-# Made from arguments and constants by these alone, a value is cheap to make again and belongs to whoever uses it.
-# fmt: off
-_SOURCES = frozenset([
-    "abs", "add", "and", "bitcast_convert_type", "broadcast", "broadcast_in_dim", "clamp", "concatenate", "convert_element_type", "copy",
-    "copy_p", "cos", "div", "dynamic_slice", "eq", "erf_inv", "exp", "expand_dims", "ge", "gt", "imag", "integer_pow", "iota",
-    "is_finite", "le", "log", "log1p", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow", "random_bits",
-    "random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap", "real", "reduce_precision", "rem", "reshape", "rev",
-    "rsqrt", "select_n", "shift_left", "shift_right_logical", "sign", "sin", "slice", "split", "sqrt", "square", "squeeze",
-    "stop_gradient", "sub", "threefry2x32", "transpose", "xor",
-])
-# fmt: on
 _RETYPES = frozenset(["convert_element_type", "copy", "reshape", "transpose"])
 # With these, the operations that alone make no block worth having.
 _LIGHT = frozenset(["reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin", "tanh", "logistic", "erf"])
@@ -193,7 +183,7 @@ def _source_nodes(graph: Graph, nodes: list[Node]) -> set[int]:
     own = {n.id for n in nodes}
     for node in nodes:
         producers = [graph.values[x].producer for x in node.inputs if isinstance(x, int)]
-        if node.prim in _SOURCES and all(p is None or (p.id in found and p.id in own) for p in producers):
+        if node.prim in SOURCES and all(p is None or (p.id in found and p.id in own) for p in producers):
             found.add(node.id)
     return found
 
@@ -215,7 +205,7 @@ def _segments(graph: Graph, core: list[Node], residual: set[int], pairs: set[int
                 saved[k] += weight
     words: dict = {}
     tokens = [words.setdefault(_word(values, n), len(words)) for n in core]
-    heavy = [float(n.prim not in _SOURCES | _LIGHT) for n in core]
+    heavy = [float(n.prim not in SOURCES | _LIGHT) for n in core]
     stretch = Stretch.of(tokens, spans, weights, (saved, heavy))
     walls = [k for k, n in enumerate(core) if n.id in pairs]
     bounds = sorted({0, len(core), *walls, *(k + 1 for k in walls)})

@@ -229,6 +229,7 @@ class Node:
     num_carry: int = 0
     reverse: bool = False
     window: Window | None = None  # scan: over a part of its stacks
+    also: tuple[int, ...] = ()  # in program order among ids of nodes: equal equations that this one stands for
 
     @property
     def params(self) -> dict:

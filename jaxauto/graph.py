@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from jaxauto import compat
+from jaxauto.alike import Alike, repeated
 from jaxauto.core import Graph, Link, LinkKind, Literal, Node, Value
 from jaxauto.dilated import undilated
 from jaxauto.one_hot import as_comparison
@@ -46,19 +48,24 @@ def given(graph: Graph) -> dict[int, int]:
     return {x: node.trips * times[node.id] for node in walk(graph) for body in node.bodies for x in body.inputs}
 
 
+_NONE: Mapping[int, int] = MappingProxyType({})
+
+
 class _Builder:
     def __init__(self):
         self.values: dict[int, Value] = {}
-        self.node_ids = itertools.count()
+        self.value_ids, self.node_ids = itertools.count(), itertools.count()
+        self.alike = Alike(set())  # the equations of the graph being built
         self.spared: set[int] = set()  # values that a comparison does without
         self.shared: set[int] = set()  # made by what stands instead of another equation
 
     def value(self, aval) -> int:
-        number = len(self.values)
+        number = next(self.value_ids)
         self.values[number] = Value(number, aval)
         return number
 
-    def graph(self, closed, stack: str) -> Graph:
+    def graph(self, closed, stack: str, *, same: Mapping[int, int] = _NONE, late: int | None = None) -> Graph:
+        """``same``: positions of inputs → of those that they are the same as. ``late``: from this input on, none is a constant."""
         jaxpr, consts = compat.open_jaxpr(closed)
         env: dict[Any, int | Literal] = {}
         captured = {}
@@ -66,11 +73,14 @@ class _Builder:
             env[var] = self.value(var.aval)
             captured[env[var]] = const
         inputs = []
-        for var in jaxpr.invars:
-            env[var] = self.value(var.aval)
-            inputs.append(env[var])
+        for k, var in enumerate(jaxpr.invars):
+            env[var] = env[jaxpr.invars[same[k]]] if k in same else self.value(var.aval)
+            if k not in same:
+                inputs.append(env[var])
         nodes: list[Node] = []
+        outer, self.alike = self.alike, Alike(set() if late is None else {env[var] for var in jaxpr.invars[late:]})
         self.inline(jaxpr, env, stack, nodes, captured)
+        self.alike = outer
         outputs = tuple(_read(env, v) for v in jaxpr.outvars)
         dead = {x for x in self.spared.difference(outputs) if not self.values[x].users}
         nodes = [node for node in nodes if dead.isdisjoint(node.outputs)]
@@ -94,9 +104,9 @@ class _Builder:
                 elif (made := self.made(eqn, env, shared=shared)) is not None:
                     env[eqn.outvars[0]] = made
                 elif not self.comparison(eqn, env, inner_stack, nodes, captured):
-                    nodes.append(self.node(eqn, env, inner_stack))
+                    nodes += self.node(eqn, env, inner_stack)
                     if shared:
-                        self.shared.update(nodes[-1].outputs)
+                        self.shared.update(x for v in eqn.outvars if isinstance(x := env.get(v), int))
                 continue
             body, consts = compat.open_jaxpr(call)
             operands = [_read(env, v) for v in eqn.invars]
@@ -149,17 +159,24 @@ class _Builder:
         renamed = iter(fresh)
         return [x if isinstance(x, Literal) else next(renamed) for x in operands]
 
-    def node(self, eqn, env, stack: str) -> Node:
+    def node(self, eqn, env, stack: str) -> list[Node]:
+        """The node of an equation; none where another makes the same."""
         inputs = tuple(_read(env, v) for v in eqn.invars)
-        outputs = tuple(self.value(v.aval) for v in eqn.outvars)
+        key = self.alike.key(eqn, inputs, (compat.is_transposed(stack), compat.is_made_again(stack)))
+        twin = self.alike.made.get(key)
+        if twin is not None:
+            twin.also = (*twin.also, next(self.node_ids))
+            outputs = twin.outputs
+        else:
+            outputs = tuple(self.value(v.aval) for v in eqn.outvars)
+            node = self.make(eqn, inputs, outputs, stack)
+            control = _CONTROL.get(node.prim)
+            outputs = outputs if control is None else control(self, node, stack) or outputs
+            self.alike.add(node, key)
         for var, out in zip(eqn.outvars, outputs, strict=True):
             if not isinstance(var, compat.DropVar):
                 env[var] = out
-        node = self.make(eqn, inputs, outputs, stack)
-        control = _CONTROL.get(node.prim)
-        if control is not None:
-            control(self, node, stack)
-        return node
+        return [] if twin is not None else [node]
 
     def make(self, eqn, inputs, outputs, stack: str) -> Node:
         node = Node(
@@ -254,10 +271,25 @@ def _links(kind: LinkKind, sources, targets) -> list[Link]:
     return [Link(kind, s, t) for s, t in zip(sources, targets, strict=True) if isinstance(s, int) and isinstance(t, int)]
 
 
-def _scan(builder: _Builder, node: Node, stack: str) -> None:
+def _scan(builder: _Builder, node: Node, stack: str) -> tuple[int, ...]:
+    """Its results as they are called, one for each of the equation's: what is stacked twice is one stack."""
     jaxpr, node.num_consts, node.num_carry, node.trips, node.reverse = compat.scan_parts(node.eqn)
-    node.bodies = (builder.graph(jaxpr, stack),)
+    first, last = node.num_consts, node.num_consts + node.num_carry
+    same = {**repeated(node.inputs[:first]), **{k + last: n + last for k, n in repeated(node.inputs[last:]).items()}}
+    body = builder.graph(jaxpr, stack, same=same, late=first)
+    for k in same:
+        builder.values[node.inputs[k]].users.remove(node)
+    node.inputs = tuple(x for k, x in enumerate(node.inputs) if k not in same)
+    node.num_consts -= sum(k < first for k in same)
+    over = node.num_carry
+    twice = {k + over: n + over for k, n in repeated(body.outputs[over:]).items()}
+    called = tuple(node.outputs[twice.get(k, k)] for k in range(len(node.outputs)))
+    for k in twice:
+        del builder.values[node.outputs[k]]
+    node.outputs, body.outputs = (tuple(x for k, x in enumerate(xs) if k not in twice) for xs in (node.outputs, body.outputs))
+    node.bodies = (body,)
     node.links = scan_links(node)
+    return called
 
 
 def scan_links(node: Node) -> tuple[Link, ...]:
@@ -278,8 +310,8 @@ def scan_links(node: Node) -> tuple[Link, ...]:
 
 def _while(builder: _Builder, node: Node, stack: str) -> None:
     params = node.eqn.params
-    cond, body = builder.graph(params["cond_jaxpr"], stack), builder.graph(params["body_jaxpr"], stack)
     nc, nb = params["cond_nconsts"], params["body_nconsts"]
+    cond, body = builder.graph(params["cond_jaxpr"], stack, late=nc), builder.graph(params["body_jaxpr"], stack, late=nb)
     init = node.inputs[nc + nb :]
     node.bodies = (cond, body)
     node.links = tuple(
@@ -293,7 +325,7 @@ def _while(builder: _Builder, node: Node, stack: str) -> None:
 
 
 def _cond(builder: _Builder, node: Node, stack: str) -> None:
-    node.bodies = tuple(builder.graph(branch, stack) for branch in node.eqn.params["branches"])
+    node.bodies = tuple(builder.graph(branch, stack, late=0) for branch in node.eqn.params["branches"])
     links: list[Link] = []
     for body in node.bodies:
         links += _links(LinkKind.CONST, node.inputs[1:], body.inputs)

@@ -45,7 +45,7 @@ def checkpoint_policy(graph: Graph, decisions: Decisions) -> Callable[..., bool]
 
 def policy_table(graph: Graph, decisions: Decisions, *, detailed: bool = True) -> dict[tuple, Turns]:
     """Signature → whether results are saved, for equal equations in turn. Not ``detailed``: signatures without parameters."""
-    answers: dict[tuple, list[tuple[int, bool]]] = defaultdict(list)
+    answers: dict[tuple, list[tuple[int, int, bool]]] = defaultdict(list)
     blocks = find_blocks(graph)
     words = [_word(block, graph) for block in blocks]
     for number, (block, kept) in enumerate(zip(blocks, decisions.kept, strict=True)):
@@ -55,8 +55,8 @@ def policy_table(graph: Graph, decisions: Decisions, *, detailed: bool = True) -
             if node.id in saved or node.id in again:
                 avals = [x.aval if isinstance(x, Literal) else graph.values[x].aval for x in node.inputs]
                 key = signature(node.prim, avals, node.params if detailed else {})
-                answers[key].append((number, node.id in saved))
-    return {key: _turns(found) for key, found in answers.items()}
+                answers[key] += ((turn, number, node.id in saved) for turn in (node.id, *node.also))
+    return {key: _turns([answer for _, *answer in sorted(found)]) for key, found in answers.items()}
 
 
 def _word(block: Block, graph: Graph) -> tuple:
@@ -94,7 +94,7 @@ def _is_plain(x: Any) -> bool:
     return x is None or isinstance(x, (bool, int, float, str, enum.Enum, np.dtype, type))
 
 
-def _turns(found: list[tuple[int, bool]]) -> Turns:
+def _turns(found: Sequence[Sequence]) -> Turns:
     """The shortest period of the answers in program order; without one, what most blocks have at each place."""
     answers = [answer for _, answer in found]
     count = len(answers)

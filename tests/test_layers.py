@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parent.parent / "jaxauto"
 ORDER = [
     {"errors"},
     {"core", "compat"},
-    {"dilated", "masks", "one_hot", "swapped"},
+    {"alike", "dilated", "masks", "one_hot", "swapped"},
     {"trace", "graph", "passes", "rules", "hlo", "hlo_ops", "hlo_loops", "hlo_collectives", "hlo_roles", "progress"},
     {"targets", "segments", "blocks", "reruns", "flow"},
     {"groups", "strategies", "rewrite", "frontend"},

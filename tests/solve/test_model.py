@@ -80,7 +80,7 @@ def test_tpus_are_brought_in_bfloat16_what_they_multiply_so(target, precision, w
 def test_what_several_operations_read_is_rounded_if_all_of_them_round_it(precision):
     def step(x, weights):
         y = jnp.tanh(x)
-        return y @ weights, jnp.dot(y, weights, precision=precision)
+        return y @ weights, jnp.dot(weights, y, precision=precision)
 
     matrix = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
     model = jaxauto.plan(step, matrix, matrix, target="v5e:2x4", mesh={"data": 8}, certify=False).program.solved.found.best.model

@@ -23,7 +23,7 @@ def shared(x, w):
     h = jnp.tanh(x @ w)
     first = h @ w
     second = jnp.sin(first) + h
-    return second.T @ (h @ w), first
+    return second.T @ (h @ w.T), first
 
 
 @pytest.mark.parametrize(
