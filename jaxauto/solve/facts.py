@@ -148,8 +148,11 @@ def source_of(groups: Groups, rewritten: Rewritten, number: Any) -> Any:
     return node.inputs[0] if is_view(groups, rewritten.origin.get(number, number)) else None
 
 
-def take_places(numbers: Iterable[int], graph: Graph, buffers: Buffers) -> dict[int, list[int]]:
-    """Values without a buffer for which, once written, something as large makes place: it is read for them alone from there on."""
+def take_places(numbers: Iterable[int], graph: Graph, buffers: Buffers, *, apart: Container[str] = ()) -> dict[int, list[int]]:
+    """Values without a buffer for which, once written, something as large makes place: it is read for them alone from there on.
+
+    ``apart``: primitives whose result does not lie where what they read did.
+    """
     values, position = graph.values, buffers.position
     held = {*buffers.ids.tolist(), *buffers.stored, *graph.outputs}
 
@@ -157,7 +160,7 @@ def take_places(numbers: Iterable[int], graph: Graph, buffers: Buffers) -> dict[
         seen, todo = {number}, [number]
         while todo:
             node = values[todo.pop()].producer
-            for x in {x for x in node.inputs if isinstance(x, int)} - seen if node is not None else ():
+            for x in {x for x in node.inputs if isinstance(x, int)} - seen if node is not None and node.prim not in apart else ():
                 seen.add(x)
                 if x not in held:
                     todo.append(x)

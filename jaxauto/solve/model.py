@@ -409,7 +409,8 @@ class Model:
     def _made_inside(self) -> tuple[dict[int, bool], dict[int, bool]]:
         found = made_inside(self.groups, self.variant.held - self.variant.partly)
         on_chip = {int(self.buffers.ids[k]) for k in np.nonzero(self.placed.written)[0]}
-        places = take_places(found, self.variant.rewritten.graph, self.buffers)
+        # what is padded is transposed before, so that a third one lies there
+        places = take_places(found, self.variant.rewritten.graph, self.buffers, apart=("pad",))
         return found, {number: on_chip.issuperset(sources) for number, sources in places.items()}
 
     @property
