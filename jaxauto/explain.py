@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from jaxauto.plan import Plan
 
 _ROWS = 8  # of the largest or costliest
+_HASHED = "random bits: hashes beyond the memory traffic"
+_UNHIDDEN = {"fft": "Fourier transforms: products beside the memory traffic"}
 _ARGUMENTS = 4  # different arguments of one glob that are explained
 
 
@@ -138,9 +140,9 @@ def _operations(plan: Plan, best: Candidate) -> Section:
     if model.chip.launch_seconds:
         count["starting kernels"] = launches(model.variant)
         total["starting kernels"] = count["starting kernels"] * model.chip.launch_seconds
-    for number, seconds in unhidden_seconds(model).items():
+    for number, (seconds, prim) in unhidden_seconds(model).items():
         pieces = shards(model.position(best.x, number)[None], model.mesh.sizes)
-        total["random bits: hashes beyond the memory traffic"] += seconds / float(pieces[0])
+        total[_UNHIDDEN.get(prim, _HASHED)] += seconds / float(pieces[0])
     compute = plan.estimate.compute_time
     ordered = sorted(total.items(), key=lambda kv: -kv[1])[:_ROWS]
     rows = [(name, str(count[name] or ""), duration(s), share(s, compute)) for name, s in ordered]

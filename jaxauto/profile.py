@@ -318,7 +318,7 @@ class _Profiler:
         bytes_ = self.traffic.bytes_(node, rule, share)
         seconds = None
         if self.chip is not None:
-            rate = flops_per_second(rule.kind, _operand_dtype(node, self.values), self.chip) if matmul else math.inf
+            rate = flops_per_second(node, rule.kind, _operand_dtype(node, self.values), self.chip) if matmul else math.inf
             seconds = self.traffic.seconds(node, rule, share, matmul / rate) * times
         return Phase(flops * times, matmul * times, bytes_ * times, seconds)
 

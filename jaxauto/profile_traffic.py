@@ -13,12 +13,12 @@ import numpy as np
 from jaxauto.core import OPERATIONS, Kind, Node, OpRule
 from jaxauto.cost.compute import ops_per_byte, traffic_seconds
 from jaxauto.cost.fusion import find_buffers
-from jaxauto.cost.hashing import unhidden
 from jaxauto.cost.lanes import batch_dims, differs, through_hbm
 from jaxauto.cost.launches import kernels
 from jaxauto.cost.liveness import Buffers
 from jaxauto.cost.onchip import Near, capacity
 from jaxauto.cost.tables import moved_for_tables
+from jaxauto.cost.transforms import beyond_traffic
 from jaxauto.graph import walk
 from jaxauto.profile_memory import Profiled
 
@@ -40,7 +40,7 @@ class Traffic:
         self.moved = _by_node(program, whole, lambda _: 1.0)
         operations = (node.id for node in walk(program.graph) if not node.bodies and program.rules[node.id].kind in OPERATIONS)
         self.started = kernels(program.graph, whole, operations)
-        self.hashed = unhidden(program.graph, whole, chip) if chip is not None else {}
+        self.unhidden = beyond_traffic(program.graph, whole, chip) if chip is not None else {}
         self.tables = moved_for_tables(program.graph, program.buffers, chip, program.pieces) if on_tpu else {}
         placed = program.placed if on_tpu else None
         self.waited = _by_node(program, self._off_chip(placed), program.padded) if placed else self.moved
@@ -56,9 +56,9 @@ class Traffic:
         writes = self.chip.dot_writes if rule.kind is Kind.DOT else 1.0
         own = self._operation(node, rule, share, self.near, self.program.padded, writes) if rule.kind in OPERATIONS else 0.0
         waited = float(traffic_seconds(self.waited.get(node.id, 0.0), self.chip))
-        hashed = self.hashed.get(node.id, 0.0) / share
+        unhidden = self.unhidden.get(node.id, 0.0) / share
         copied = float(traffic_seconds(self._copied(node) + self.tables.get(node.id, 0.0), self.chip))
-        return max(work, float(traffic_seconds(own, self.chip))) + copied + waited + hashed + self.launching(node)
+        return max(work, float(traffic_seconds(own, self.chip))) + copied + waited + unhidden + self.launching(node)
 
     def launching(self, node: Node) -> float:
         """Seconds that the kernels of one run take beside their rooflines; of a loop those that copy its slices."""

@@ -99,7 +99,7 @@ def unsplit_seconds(node: Node, op: Operation | None, values: Mapping[int, Value
     seconds = float(traffic_seconds(moved, chip))
     if op is None or op.rule.kind not in MATRIX:
         return seconds
-    return max(seconds, operation_flops(op) * groups_together(op, chip) / flops_per_second(op.rule.kind, _dtype(op, values), chip))
+    return max(seconds, operation_flops(op) * groups_together(op, chip) / flops_per_second(node, op.rule.kind, _dtype(op, values), chip))
 
 
 def written_as(op: Operation, chip: Any) -> float:
@@ -130,12 +130,19 @@ def operand_bytes(operand: Operand, op: Operation, values: dict, state: np.ndarr
 
 def matrix_seconds(op: Operation, values: dict, state: np.ndarray, axis_sizes: tuple[int, ...], chip: Any) -> np.ndarray:
     """Seconds of the matrix unit alone, for each state: ``float [states]``."""
-    return done_flops(op, state, axis_sizes, chip) / flops_per_second(op.rule.kind, _dtype(op, values), chip)
+    return done_flops(op, state, axis_sizes, chip) / flops_per_second(op.node, op.rule.kind, _dtype(op, values), chip)
 
 
-def flops_per_second(kind: Kind, dtype: Any, chip: Any) -> float:
-    """What the matrix unit reaches in operations of a kind, on operands of a dtype."""
-    return (chip.convolution_efficiency if kind is Kind.CONV else chip.flops_efficiency) * chip.peak_flops(dtype)
+def flops_per_second(node: Node, kind: Kind, dtype: Any, chip: Any) -> float:
+    """What the matrix unit reaches in a node of a kind, on operands of a dtype."""
+    return (chip.convolution_efficiency if kind is Kind.CONV else chip.flops_efficiency) * chip.peak_flops(dtype, precision_of(node))
+
+
+def precision_of(node: Node) -> str:
+    """What is asked of a product, as ``Chip.peak_flops`` knows it: of its operands, the most exact."""
+    asked = node.params.get("precision")
+    names = [getattr(p, "name", str(p)).lower() for p in (asked if isinstance(asked, tuple) else (asked,)) if p is not None]
+    return max(names, key=lambda name: ("high", "highest").index(name) if name in ("high", "highest") else -1, default="default")
 
 
 def _dtype(op: Operation, values: Mapping[int, Value]) -> Any:

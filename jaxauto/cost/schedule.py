@@ -26,7 +26,8 @@ from jaxauto.hlo import Computation, HloCollective, Instruction, Module
 from jaxauto.hlo_collectives import Groups, background, continues
 from jaxauto.hlo_ops import is_convolution, matmul_flops
 
-_PASSES = {"highest": 6, "high": 3}  # bf16 passes of the TPU's matrix unit for one float32 dot; 1 by default
+# of a dot, or in what a library is told
+_PRECISION = re.compile(r'(?:operand_precision=\{|"operand_precision":\["|algorithm=dot_)(\w+)')
 
 _NUMPY = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
 
@@ -69,8 +70,8 @@ class Chip(Protocol):
         """Seconds of one of Threefry's hashes."""
         ...
 
-    def peak_flops(self, dtype: str, /) -> float:
-        """Flop/s of the matrix unit for operands of a numpy dtype name."""
+    def peak_flops(self, dtype: str, precision: str, /) -> float:
+        """Flop/s of the matrix unit for operands of a numpy dtype name, in a precision."""
         ...
 
 
@@ -135,14 +136,11 @@ def _work(module: Module, chip: Chip, computation: Computation, i: Instruction) 
         if inner.opcode == "xor":
             seconds += inner.shape.elements / XORS * chip.hash_seconds
         if count := matmul_flops(where, inner):
-            dtype, passes = _numpy_name(where.operand_shapes(inner)[0].dtype), 1
-            if module.tiled and dtype == "float32":  # the TPU multiplies bf16 and adds passes for more precision
-                named = re.search(r"operand_precision=\{(\w+)", inner.attributes)
-                dtype, passes = "bfloat16", _PASSES.get(named.group(1), 1) if named else 1
+            dtype, asked = _numpy_name(where.operand_shapes(inner)[0].dtype), _PRECISION.search(inner.attributes)
             flops += count
             convolved += count * (convolves := is_convolution(inner))
             reached = chip.convolution_efficiency if convolves else chip.flops_efficiency
-            seconds += passes * count / (reached * chip.peak_flops(dtype))
+            seconds += count / (reached * chip.peak_flops(dtype, asked.group(1).lower() if asked else "default"))
     return flops, convolved, seconds
 
 

@@ -26,7 +26,7 @@ from jaxauto.solve.check_beside import brought, held_beside, with_rows
 from jaxauto.solve.check_passages import Passages, Where
 from jaxauto.solve.check_ring import padding, ring
 from jaxauto.solve.check_turns import copies
-from jaxauto.solve.check_work import hashed, is_piece, launched, roofline
+from jaxauto.solve.check_work import hashed, is_piece, launched, roofline, transformed
 from jaxauto.solve.facts import crossings, major_dims
 from jaxauto.solve.loops import accumulated, combined, shadows
 from jaxauto.solve.model import Model
@@ -193,7 +193,7 @@ class Answer:
         total["compute"] += sum(times * traffic_seconds(2 * n, self.model.chip) for n, times in copies(self))
         if launch := self.model.chip.launch_seconds:
             total["compute"] += launched(self) * launch
-        total["compute"] += hashed(self)
+        total["compute"] += hashed(self) + transformed(self)
         total["compute"] += sum(traffic_seconds(moved, self.model.chip) for *_, moved in with_rows(self))
         for resource, crossing, pieces in self.crossing():
             total[resource] += crossing / pieces / self.model.chip.host_bandwidth

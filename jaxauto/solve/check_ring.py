@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from jaxauto.core import Kind
 from jaxauto.cost.collectives import collective_seconds
-from jaxauto.cost.compute import may_be_minor, operation_flops, traffic_seconds
+from jaxauto.cost.compute import may_be_minor, operation_flops, precision_of, traffic_seconds
 from jaxauto.cost.onchip import capacity
 from jaxauto.cost.windowed import (
     ADDED_UP,
@@ -65,7 +65,7 @@ def ring(
     factor = result.dims[d][1] if d != WHOLE else ""
     cut = [k for k, found in enumerate(of) if factor in found]
     done = operation_flops(op) / pieces(names)
-    flops = done / (chip.flops_efficiency * chip.peak_flops(model.values[op.operands[0].value].dtype))
+    flops = done / (chip.flops_efficiency * chip.peak_flops(model.values[op.operands[0].value].dtype, precision_of(op.node)))
     if len(cut) != 1 or factor in {names[s] for s in state if s != WHOLE} or count * done < least_flops(chip) * held(result):
         return None
     made = {f for _, f in result.dims if f}

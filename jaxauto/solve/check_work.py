@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxauto.core import Kind, LinkKind
-from jaxauto.cost.compute import bytes_per_flop, groups_together, may_be_minor, operation_flops, traffic_seconds
+from jaxauto.cost.compute import bytes_per_flop, groups_together, may_be_minor, operation_flops, precision_of, traffic_seconds
 from jaxauto.cost.hashing import passed
 from jaxauto.cost.lanes import through_hbm
 from jaxauto.cost.launches import PASSED
 from jaxauto.cost.onchip import Near, Side, capacity
+from jaxauto.cost.transforms import products
 from jaxauto.graph import multiplicity, walk
 from jaxauto.groups import WHOLE, Edge, Operand, Operation
 from jaxauto.masks import hashes
@@ -48,7 +49,7 @@ def roofline(answer: Answer, op: Operation, on_chip: Near) -> float:
         return seconds
     dtype = values[op.operands[0].value].dtype if op.operands else np.dtype(np.float32)
     reached = chip.flops_efficiency if op.rule.kind is Kind.DOT else chip.convolution_efficiency
-    seconds = max(seconds, operation_flops(op) * _together(answer, op) / split / (reached * chip.peak_flops(dtype)))
+    seconds = max(seconds, operation_flops(op) * _together(answer, op) / split / (reached * chip.peak_flops(dtype, precision_of(op.node))))
     seconds += traffic_seconds(copied, chip)
     side = on_chip.beside.get(op.node.id)
     return seconds if side is None else seconds + _beside(answer, op, side, on_chip.narrow, split)
@@ -114,6 +115,19 @@ def hashed(answer: Answer) -> float:
         moved = kernels[number][0] if len(kernels[number]) == 1 else 0.0
         more = hashes(node) * chip.hash_seconds - traffic_seconds(moved, chip)
         total += max(0.0, more) * runs[node.id] / answer.pieces(answer.where(answer.group[group], dims))
+    return total
+
+
+def transformed(answer: Answer) -> float:
+    """Seconds that a TPU multiplies for Fourier transforms."""
+    model, rewritten, chip = answer.model, answer.model.variant.rewritten, answer.model.chip
+    runs, total = multiplicity(rewritten.graph), 0.0
+    for node in walk(rewritten.graph) if chip.platform == "tpu" else ():
+        if node.prim == "fft":
+            (number,) = node.outputs
+            group, dims = model.groups.place[rewritten.origin.get(number, number)]
+            rate = chip.flops_efficiency * chip.peak_flops("float32", "highest")
+            total += products(node) / rate * runs[node.id] / answer.pieces(answer.where(answer.group[group], dims))
     return total
 
 

@@ -46,7 +46,7 @@ from jaxauto.solve.read_twice import read_together, read_twice
 from jaxauto.solve.remat import Variant
 from jaxauto.solve.tables import add_tables
 from jaxauto.solve.turns import add_turns, updating
-from jaxauto.solve.work import add_hashes, add_launches, add_operations, add_traffic
+from jaxauto.solve.work import add_launches, add_operations, add_traffic, add_unhidden
 from jaxauto.strategies import project, shards, states
 
 
@@ -119,7 +119,7 @@ class Model:
         self._classes()
         add_traffic(self)
         add_launches(self)
-        add_hashes(self)
+        add_unhidden(self)
         add_tables(self)
         add_operations(self)
         self._edges()

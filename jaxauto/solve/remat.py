@@ -22,8 +22,8 @@ from jaxauto.blocks import Block, closure, find_blocks
 from jaxauto.core import Graph, Kind, Node, OpRule, Trips
 from jaxauto.cost.compute import bytes_per_flop, ops_per_byte, unsplit_seconds
 from jaxauto.cost.fusion import find_buffers
-from jaxauto.cost.hashing import seconds_of_hashes
 from jaxauto.cost.liveness import Buffers
+from jaxauto.cost.transforms import more_seconds
 from jaxauto.cost.widened import is_narrow
 from jaxauto.graph import walk
 from jaxauto.groups import Groups, Operation
@@ -259,11 +259,11 @@ class Remat:
 
     def again_seconds(self, node: Node, share: float | None = None) -> float:
         """Seconds that running a node once more adds, unsharded: of elementwise equations, a share of their traffic (``_ELEMENTWISE``), and
-        all that random bits take."""
+        all that random bits and transforms take."""
         if node.bodies:
             return sum(self.again_seconds(n, share) * n_times for n, n_times in self._inside(node))
         share = 1.0 if node.id in self.operations else self.shares[0] if share is None else share
-        return share * self._roofline(node) + seconds_of_hashes(node, self.chip)
+        return share * self._roofline(node) + more_seconds(node, self.chip)
 
     def _inside(self, node: Node) -> list[tuple[Node, float]]:
         times = self.groups.times
@@ -272,7 +272,7 @@ class Remat:
 
     def node_seconds(self, node: Node) -> float:
         """Seconds of one unsharded run."""
-        return self._roofline(node) + seconds_of_hashes(node, self.chip)
+        return self._roofline(node) + more_seconds(node, self.chip)
 
     def _roofline(self, node: Node) -> float:
         return unsplit_seconds(node, self.operations.get(node.id), self.graph.values, self.chip)

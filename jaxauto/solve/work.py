@@ -1,4 +1,4 @@
-"""What the states of groups and operations take of the compute resource: HBM traffic of fused equations, random bits, and operations."""
+"""What the states of groups and operations take of the compute resource: traffic of fused equations, random bits, transforms, products."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 
 from jaxauto.cost.compute import factor_dims, operation_seconds, traffic_seconds
 from jaxauto.cost.halo import SIDES
-from jaxauto.cost.hashing import unhidden
 from jaxauto.cost.launches import kernels
 from jaxauto.cost.onchip import Near, capacity
+from jaxauto.cost.transforms import beyond_traffic
 from jaxauto.graph import multiplicity, walk
 from jaxauto.groups import Operand, Operation
 from jaxauto.solve.facts import buffer_runs, host_traffic
@@ -59,28 +59,30 @@ def add_launches(model: Model) -> None:
         model.problem.add_unary("compute", v, np.full(len(model.states[v]), seconds))
 
 
-def add_hashes(model: Model) -> None:
-    """What random bits take beyond the bytes of their kernels, each device of its part of them."""
-    for number, seconds in unhidden_seconds(model).items():
+def add_unhidden(model: Model) -> None:
+    """What random bits and transforms take beyond the bytes of their kernels, each device of its part of them."""
+    for number, (seconds, _) in unhidden_seconds(model).items():
         group, dims = model.groups.place[number]
         v = model.var("group", group)
         model.problem.add_unary("compute", v, seconds / shards(project(model.states[v], dims), model.mesh.sizes))
 
 
-def unhidden_seconds(model: Model) -> dict[int, float]:
-    """Value as written → seconds of a step that its random bits take beyond the bytes of their kernels, on one device."""
-    return model.cached(("hashes", model.variant), lambda: _unhidden(model.variant, model.chip))
+def unhidden_seconds(model: Model) -> dict[int, tuple[float, str]]:
+    """Value as written → (seconds of a step that it takes beyond the bytes of its kernels, on one device; primitive that makes it)."""
+    return model.cached(("unhidden", model.variant), lambda: _unhidden(model.variant, model.chip))
 
 
-def _unhidden(variant: Variant, chip: Any) -> dict[int, float]:
-    graph, total = variant.rewritten.graph, defaultdict(float)
-    found = unhidden(graph, variant.buffers, chip)
+def _unhidden(variant: Variant, chip: Any) -> dict[int, tuple[float, str]]:
+    graph, total, prims = variant.rewritten.graph, defaultdict(float), {}
+    found = beyond_traffic(graph, variant.buffers, chip)
     runs = multiplicity(graph) if found else {}
     for node in walk(graph) if found else ():
         if node.id in found:
             (number,) = node.outputs
-            total[variant.rewritten.origin.get(number, number)] += found[node.id] * runs[node.id]
-    return dict(total)
+            number = variant.rewritten.origin.get(number, number)
+            total[number] += found[node.id] * runs[node.id]
+            prims[number] = node.prim
+    return {number: (seconds, prims[number]) for number, seconds in total.items()}
 
 
 def launches(variant: Variant) -> int:

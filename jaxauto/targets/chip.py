@@ -66,13 +66,20 @@ class Chip:
         bytes_ = getattr(dtype, "itemsize", None) or np.dtype(dtype).itemsize  # keys of random numbers have a type that is not numpy's
         return Tile(*self.tile, packed=max(1, 4 // bytes_)) if self.tile else None
 
-    def peak_flops(self, dtype: Any) -> float:
+    def peak_flops(self, dtype: Any, precision: str = "default") -> float:
         """Peak of the matrix unit, flop/s, for operands of this dtype (numpy dtype or name).
 
         A dtype without a figure of its own runs at the rate of the next one that the hardware has: fp8 and float16 as bfloat16,
         bfloat16 as float32, any integer as int8 or bfloat16, float64 at a fraction of float32.
+
+        Args:
+          precision: of float32, what is asked of a product: ``"default" | "high" | "highest"`` (``jax.lax.Precision``: a TPU adds passes
+            over bfloat16, a GPU leaves TF32), or the name of a ``jax.lax.DotAlgorithmPreset`` in lower case.
         """
         name = _dtype_name(dtype)
+        if name in ("float32", "complex64") and (asked := _ASKED.get(self.platform, {}).get(precision)):
+            own, passes = asked
+            return (self.vector_flops if own == _VECTOR else self.peak_flops(own)) / passes
         for candidate in _FALLBACK.get(name, (name, "bfloat16", "float32")):
             if candidate in self.peaks:
                 scale = 1 / 16 if name in ("float64", "complex128") and candidate != name else 1.0
@@ -174,6 +181,19 @@ class Chip:
 
 
 _FP8 = ("float8_e4m3fn", "bfloat16", "float32")
+_VECTOR = "vector"
+_ALGORITHMS = {
+    "bf16_bf16_f32": ("bfloat16", 1),
+    "bf16_bf16_f32_x3": ("bfloat16", 3),
+    "bf16_bf16_f32_x6": ("bfloat16", 6),
+    "bf16_bf16_f32_x9": ("bfloat16", 9),
+    "tf32_tf32_f32_x3": ("float32", 3),
+}
+# platform → precision asked of float32 → (dtype, passes): docs of jax.lax.Precision. What is not named runs as by default.
+_ASKED = {
+    "tpu": {**_ALGORITHMS, "high": ("bfloat16", 3), "highest": ("bfloat16", 6), "f32_f32_f32": ("bfloat16", 6)},
+    "gpu": {**_ALGORITHMS, "highest": (_VECTOR, 1), "f32_f32_f32": (_VECTOR, 1)},
+}
 _FALLBACK = {
     "bfloat16": ("bfloat16", "float32"),
     "float16": ("float16", "bfloat16", "float32"),

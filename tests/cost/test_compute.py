@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxauto
 from jaxauto.cost.compute import bytes_per_flop, operation_seconds, traffic_seconds
 from jaxauto.cost.onchip import Near, Side
 from jaxauto.planner import read
+from jaxauto.solve.check import check
 from jaxauto.strategies import WHOLE
 from jaxauto.targets.target import Target
 
@@ -68,3 +70,19 @@ def test_what_a_dot_writes_counts_more_on_a_gpu(target):
     scores = 2 * 2 * 4 * 256 * 256
     assert seconds == pytest.approx(traffic_seconds(2 * 2 * heads.size + chip.dot_writes * scores, chip))
     assert (chip.dot_writes > 1) == (target == "h200:1")
+
+
+@pytest.mark.parametrize("precision", ["default", "high", "highest", "BF16_BF16_F32_X3", ("default", "highest")])
+@pytest.mark.parametrize("target", ["v5e:1x1", "h100:1"])
+def test_a_product_takes_as_long_as_the_precision_that_is_asked_for(target, precision):
+    """Plan, profile and the independent check; float32, not what it is rounded to."""
+    if isinstance(precision, tuple):
+        precision = tuple(map(jax.lax.Precision, precision))
+    matrix, chip = jax.ShapeDtypeStruct((4096, 4096), jnp.float32), Target(target).chip
+    asked = "highest" if isinstance(precision, tuple) else precision.lower()
+    fn = lambda x, w: jnp.dot(x, w, precision=precision)  # noqa: E731
+    plan = jaxauto.plan(fn, matrix, matrix, target=target, remat="off", donate_argnums=(), certify=False, progress=False)
+    expected = 2 * 4096**3 / (chip.flops_efficiency * chip.peak_flops("float32", asked)) + chip.launch_seconds
+    assert plan.estimate.compute_time == pytest.approx(expected, rel=0.02)
+    assert jaxauto.profile(fn, matrix, matrix, target=target).seconds == pytest.approx(expected, rel=0.02)
+    assert check(plan._bound().solved.best) == []

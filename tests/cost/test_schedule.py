@@ -1,5 +1,6 @@
 """The clock against schedules that are added up by hand, on a chip that does one flop/s and one byte/s, so that seconds are counts."""
 
+import dataclasses
 import gzip
 import pathlib
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ import pytest
 from jaxauto import hlo
 from jaxauto.cost.schedule import schedule_seconds
 from jaxauto.cost.traffic import hbm_bytes
+from jaxauto.targets.chip import Number
+from jaxauto.targets.chips import CHIPS
 
 SAVED = pathlib.Path(__file__).parents[1] / "data" / "hlo"
 
@@ -24,7 +27,8 @@ class Chip:
     launch_seconds: float = 0.0
     hash_seconds: float = 0.0
 
-    def peak_flops(self, dtype: str) -> float:
+    def peak_flops(self, dtype: str, precision: str = "default") -> float:
+        assert precision == "default"
         return self.flops * {"bfloat16": 1, "float32": 0.5, "float8_e4m3fn": 2, "int8": 2}[dtype]
 
 
@@ -167,11 +171,20 @@ def test_a_matmul_runs_at_the_rate_of_its_dtype(dtype, slower):
 
 
 @pytest.mark.parametrize(
-    ("precision", "passes"), [("", 1), (", operand_precision={high,high}", 3), (", operand_precision={highest,highest}", 6)]
+    ("asked", "precision"),
+    [
+        ("", "default"),
+        (", operand_precision={high,high}", "high"),
+        (", operand_precision={highest,highest}", "highest"),
+        (", algorithm=dot_bf16_bf16_f32_x3", "bf16_bf16_f32_x3"),
+        (', backend_config={"precision_config":{"operand_precision":["HIGHEST","HIGHEST"]}}', "highest"),
+    ],
 )
-def test_a_tpu_multiplies_float32_in_bf16_passes(precision, passes):
-    text = DOT.replace("bf16", "f32").replace("{1,0}", "{1,0:T(1)}") + precision
-    assert timed(module(text)).total_seconds == pytest.approx(FLOPS * passes)
+@pytest.mark.parametrize("name", ["v5e", "h100"])
+def test_a_matmul_runs_in_the_precision_that_is_asked_for(asked, precision, name):
+    chip = dataclasses.replace(CHIPS[name], numbers={**CHIPS[name].numbers, "hbm_bandwidth": Number(1e30, "byte/s", "none")})
+    spent = schedule_seconds(module(DOT.replace("bf16", "f32") + asked), chip, lambda c: 0.0).total_seconds - chip.launch_seconds
+    assert spent == pytest.approx(FLOPS / chip.flops_efficiency / chip.peak_flops("float32", precision))
 
 
 REDUCE = "%start = f32[25]{0} all-reduce-start(%p), replica_groups={}"

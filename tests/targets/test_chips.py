@@ -71,6 +71,27 @@ def test_peak_by_dtype(name, dtype, flops):
     assert CHIPS[name].peak_flops(dtype) == pytest.approx(flops)
 
 
+@pytest.mark.parametrize(
+    ("name", "precision", "flops"),
+    [
+        ("v5e", "high", 197e12 / 3),
+        ("v5e", "highest", 197e12 / 6),
+        ("v5e", "f32_f32_f32", 197e12 / 6),
+        ("v5e", "bf16_bf16_f32_x9", 197e12 / 9),
+        ("v5e", "bf16_bf16_f32", 197e12),
+        ("h100", "high", 494.7e12),  # TF32
+        ("h100", "highest", 66.9e12),  # without the matrix units
+        ("h100", "tf32_tf32_f32", 494.7e12),
+        ("h100", "bf16_bf16_f32_x3", 989.4e12 / 3),
+    ],
+)
+def test_peak_of_float32_by_precision(name, precision, flops):
+    """What jax.lax.Precision says of each platform; bfloat16 knows no other, a CPU neither."""
+    assert CHIPS[name].peak_flops("float32", precision) == pytest.approx(flops, rel=1e-3)
+    assert CHIPS[name].peak_flops("bfloat16", precision) == CHIPS[name].peak_flops("bfloat16")
+    assert CHIPS["cpu"].peak_flops("float32", precision) == CHIPS["cpu"].peak_flops("float32")
+
+
 def test_memory_a_program_may_use_is_what_the_compilers_say():
     assert {name: CHIPS[name].hbm_bytes / GIB for name in ("v4", "v5e", "v5p", "v6e", "tpu7x")} == {
         "v4": 30.75,
