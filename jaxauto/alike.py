@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxauto import compat
 from jaxauto.core import Literal, Node
 
 # Made from arguments and constants by these alone, a value is cheap to make again and belongs to whoever uses it.
@@ -47,7 +48,7 @@ class Alike:
         if eqn.effects or eqn.primitive.name in _APART or self.late.isdisjoint(x for x in inputs if isinstance(x, int)):
             return None
         operands = tuple(x if isinstance(x, int) else _of_literal(x) for x in inputs)
-        key = eqn.primitive.name, side, operands, tuple(sorted(eqn.params.items()))
+        key = eqn.primitive.name, side, operands, tuple(sorted(eqn.params.items())), compat.context(eqn)
         try:
             hash(key)
         except TypeError:

@@ -170,6 +170,11 @@ def is_transposed(stack: str) -> bool:
     return "transpose(" in stack
 
 
+def context(eqn: Any) -> Any:
+    """What an equation was traced under (``compute_on``, metadata); equal ones are one object."""
+    return getattr(eqn, "ctx", None)
+
+
 def is_made_again(stack: str) -> bool:
     """Whether a name stack belongs to what ``jax.checkpoint`` recomputes."""
     return "rematted_computation" in stack

@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 import jaxauto
 from jaxauto.alike import repeated
@@ -62,6 +63,16 @@ def test_barriers_keep_apart():
 
     graph = graph_of(function, X, W)
     assert prims(graph, "dot_general") == 1 and prims(graph, "optimization_barrier") == 2 and prims(graph, "tanh") == 2
+
+
+def test_what_is_traced_for_another_place_is_another():
+    def function(x, w):
+        y = jnp.sin(x @ w)
+        with set_xla_metadata(place="there"):
+            z = y @ w
+        return z + jnp.tanh(y @ w) + jnp.cos(y @ w)
+
+    assert prims(graph_of(function, X, W), "dot_general") == 3
 
 
 def test_random_draws_with_one_key_are_one_and_with_two_keys_two():
