@@ -14,7 +14,7 @@ from jaxauto.cost.hashing import passed
 from jaxauto.cost.lanes import through_hbm
 from jaxauto.cost.launches import PASSED
 from jaxauto.cost.onchip import Near, Side, capacity
-from jaxauto.cost.transforms import products
+from jaxauto.cost.transforms import seconds_of_transform
 from jaxauto.graph import multiplicity, walk
 from jaxauto.groups import WHOLE, Edge, Operand, Operation
 from jaxauto.masks import hashes
@@ -119,15 +119,14 @@ def hashed(answer: Answer) -> float:
 
 
 def transformed(answer: Answer) -> float:
-    """Seconds that a TPU multiplies for Fourier transforms."""
+    """Seconds that Fourier transforms take a TPU beside what they read and write."""
     model, rewritten, chip = answer.model, answer.model.variant.rewritten, answer.model.chip
     runs, total = multiplicity(rewritten.graph), 0.0
     for node in walk(rewritten.graph) if chip.platform == "tpu" else ():
         if node.prim == "fft":
             (number,) = node.outputs
             group, dims = model.groups.place[rewritten.origin.get(number, number)]
-            rate = chip.flops_efficiency * chip.peak_flops("float32", "highest")
-            total += products(node) / rate * runs[node.id] / answer.pieces(answer.where(answer.group[group], dims))
+            total += seconds_of_transform(node, chip) * runs[node.id] / answer.pieces(answer.where(answer.group[group], dims))
     return total
 
 

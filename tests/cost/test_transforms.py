@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import pytest
 
 import jaxauto
-from jaxauto.cost.transforms import factors, products
+from jaxauto.cost.compute import traffic_seconds
+from jaxauto.cost.transforms import factors, products, seconds_of_transform
 from jaxauto.graph import build, walk
 from jaxauto.solve.check import check
 from jaxauto.solve.work import unhidden_seconds
 from jaxauto.strategies import shards
+from jaxauto.targets.chips import CHIPS
 
 # length -> products of each element in a compiled transform: flops / (6 x rows x length)
 COMPILED = {
@@ -119,3 +121,11 @@ def test_devices_share_them_and_the_independent_check_agrees():
         for best, more in ((best, unhidden_seconds(best.model)) for best in found)
     )
     assert of_eight == pytest.approx(of_one / 8) and of_one > 0
+
+
+@pytest.mark.parametrize(("rows", "length", "passes"), [(2**14, 1024, True), (2**11, 1024, False), (2**16, 256, False)])
+def test_a_dimension_that_is_cut_is_passed_over_unless_it_is_on_chip(rows, length, passes):
+    node, chip = transform(complex_of(jnp.fft.fft), *((rows, length),) * 2), CHIPS["v5e"]
+    of_products = products(node) / (chip.flops_efficiency * chip.peak_flops("float32", "highest"))
+    assert seconds_of_transform(node, chip) == pytest.approx(traffic_seconds(8 * 8 * rows * length, chip) if passes else of_products)
+    assert seconds_of_transform(node, CHIPS["h100"]) == 0
