@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info
+from jax._src.compute_on import extend_compute_type
 from jax._src.interpreters import partial_eval as _pe
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
@@ -116,9 +118,13 @@ def scatter_selected(eqn: Any, source: Any, operand: Any, zero: Any) -> Any:
 
 @contextlib.contextmanager
 def source_of(eqn: Any, scope: str = "") -> Iterator[None]:
-    """Trace under the source line of ``eqn`` and the name stack ``scope``."""
+    """Trace under the source line of ``eqn``, what else it was traced under, and the name stack ``scope``."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_source_info.user_context(eqn.source_info.traceback))
+        if place := getattr(context(eqn), "compute_type", None):
+            stack.enter_context(extend_compute_type(place))
+        if metadata := getattr(context(eqn), "xla_metadata", None):
+            stack.enter_context(set_xla_metadata(**metadata))
         if scope:
             stack.enter_context(jax.named_scope(scope))
         yield

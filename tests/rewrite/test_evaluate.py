@@ -1,11 +1,17 @@
 """The evaluator of a graph is the function it was traced from, bit for bit."""
 
+import contextlib
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.compute_on import compute_on
+from jax.experimental.xla_metadata import set_xla_metadata
 
+import jaxauto
 from jaxauto.graph import build
 from jaxauto.rewrite.apply import after_last
 from jaxauto.rewrite.evaluate import Pins, evaluator, jaxpr_of
@@ -147,3 +153,23 @@ def test_what_is_awaited_is_read_before_anything_passes():
     here = jnp.ones(4)
     text = jax.jit(fn).lower(here, here).as_text()
     assert text.count("stablehlo.slice %arg0") == text.count("stablehlo.slice %arg1") == 1
+
+
+@pytest.mark.smoke
+def test_what_the_user_asked_of_equations_is_kept():
+    """``compute_on`` (on jax 0.12 a primitive of its own) and metadata, in the forward and the backward pass, in a loop too."""
+    by_context = "f" not in inspect.signature(compute_on).parameters
+
+    def loss(w, x):
+        def body(x, _):
+            with compute_on("device_host") if by_context else contextlib.nullcontext():
+                y = jnp.sin(x)
+            with set_xla_metadata(asked="there"):
+                return x + y @ w, None
+
+        return jnp.sum(lax.scan(body, x, None, length=2)[0])
+
+    step = lambda w, x: w - 0.1 * jax.grad(loss)(w, x)  # noqa: E731
+    plan = jaxauto.plan(step, W, X, mesh={"data": 1}, donate_argnums=(), certify=False, progress=False)
+    for lowered in (jax.jit(step).lower(W, X), plan.jit().lower(W, X)):
+        assert 'asked = "there"' in lowered.as_text() and ("_xla_compute_type" in lowered.as_text()) == by_context
