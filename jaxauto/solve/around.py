@@ -43,9 +43,14 @@ def look_around(search: Search, found: Found, budget_bytes: float, tries: Tries)
         return False
     before = len(search.levels)
     centre: Candidate | None = min(whole, key=lambda c: c.seconds)
+    waiting: list[tuple[float, Candidate]] = []  # lowest bound first; those around a centre that was left too, which are not offered again
     while centre is not None:
-        around, centre = sorted(_promising(search, found, centre, budget_bytes, tries), key=lambda offer: offer[0]), None
-        for _, like in around[: tries.searched]:
+        waiting = sorted([*waiting, *_promising(search, found, centre, budget_bytes, tries)], key=lambda offer: offer[0])
+        centre = None
+        for _ in range(tries.searched):
+            if not waiting or waiting[0][0] >= found.best.seconds * (1 - TOLERANCE):
+                break
+            _, like = waiting.pop(0)
             fits = search.anew(like, search.levels, budget_bytes)
             found.fitting += fits
             fastest = min([found.best, *fits], key=lambda c: c.seconds)

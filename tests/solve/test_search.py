@@ -238,10 +238,10 @@ def test_near_the_least_memory_a_leanest_sharding_that_is_slow_is_not_the_only_o
 def test_with_more_memory_no_plan_is_slower():
     """Where sets that blocks keep are judged with the sharding as it is, it takes 129, 159, 117, 129 and 117 µs under these budgets.
 
-    Sets are changed by one value at a time, so two budgets can end at two sets that nothing between them betters: 1.4 % here.
+    Where levels around a centre that was left for a better one are forgotten, the third takes 127.5 µs and the second 125.8.
     """
     times = [plan.estimate.step_time for plan in map(planned("v5p:2x2x2"), (1.09, 1.12, 1.15, 1.2, 1.5))]
-    assert all(after <= 1.02 * before for before, after in itertools.pairwise(times))
+    assert all(after <= before * (1 + 1e-6) for before, after in itertools.pairwise(times))
     assert times[-1] < 100e-6
 
 
