@@ -140,9 +140,10 @@ def _operations(plan: Plan, best: Candidate) -> Section:
     if model.chip.launch_seconds:
         count["starting kernels"] = launches(model.variant)
         total["starting kernels"] = count["starting kernels"] * model.chip.launch_seconds
-    for number, (seconds, prim) in unhidden_seconds(model).items():
+    for number, seconds in unhidden_seconds(model).items():
         pieces = shards(model.position(best.x, number)[None], model.mesh.sizes)
-        total[_UNHIDDEN.get(prim, _HASHED)] += seconds / float(pieces[0])
+        made = model.groups.graph.values[number].producer
+        total[_HASHED if made is None else _UNHIDDEN.get(made.prim, _HASHED)] += seconds / float(pieces[0])
     compute = plan.estimate.compute_time
     ordered = sorted(total.items(), key=lambda kv: -kv[1])[:_ROWS]
     rows = [(name, str(count[name] or ""), duration(s), share(s, compute)) for name, s in ordered]

@@ -17,6 +17,7 @@ from jaxauto.cost.onchip import Near, Side, capacity
 from jaxauto.groups import WHOLE, Operand, Operation
 from jaxauto.rules.convolution import GROUPS
 from jaxauto.strategies import project, shards
+from jaxauto.targets.chip import most_exact
 
 _FAR = Near()
 _UNGROUPED = ("cpu",)  # platforms whose compiler convolves every group of the batch with every other one, and takes the diagonal
@@ -139,10 +140,9 @@ def flops_per_second(node: Node, kind: Kind, dtype: Any, chip: Any) -> float:
 
 
 def precision_of(node: Node) -> str:
-    """What is asked of a product, as ``Chip.peak_flops`` knows it: of its operands, the most exact."""
+    """What is asked of a product, as ``Chip.peak_flops`` knows it."""
     asked = node.params.get("precision")
-    names = [getattr(p, "name", str(p)).lower() for p in (asked if isinstance(asked, tuple) else (asked,)) if p is not None]
-    return max(names, key=lambda name: ("high", "highest").index(name) if name in ("high", "highest") else -1, default="default")
+    return most_exact(getattr(p, "name", str(p)) for p in (asked if isinstance(asked, tuple) else (asked,)) if p is not None)
 
 
 def _dtype(op: Operation, values: Mapping[int, Value]) -> Any:

@@ -25,9 +25,10 @@ from jaxauto.cost.traffic import COLLECTIVES, call_target, hbm_bytes, host_bytes
 from jaxauto.hlo import Computation, HloCollective, Instruction, Module
 from jaxauto.hlo_collectives import Groups, background, continues
 from jaxauto.hlo_ops import is_convolution, matmul_flops
+from jaxauto.targets.chip import most_exact
 
 # of a dot, or in what a library is told
-_PRECISION = re.compile(r'(?:operand_precision=\{|"operand_precision":\["|algorithm=dot_)(\w+)')
+_PRECISION = re.compile(r'(?:operand_precision=\{|"operand_precision":\[|algorithm=dot_)([\w",]+)')
 
 _NUMPY = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
 
@@ -137,10 +138,11 @@ def _work(module: Module, chip: Chip, computation: Computation, i: Instruction) 
             seconds += inner.shape.elements / XORS * chip.hash_seconds
         if count := matmul_flops(where, inner):
             dtype, asked = _numpy_name(where.operand_shapes(inner)[0].dtype), _PRECISION.search(inner.attributes)
+            precision = most_exact(re.findall(r"\w+", asked.group(1)) if asked else ())
             flops += count
             convolved += count * (convolves := is_convolution(inner))
             reached = chip.convolution_efficiency if convolves else chip.flops_efficiency
-            seconds += count / (reached * chip.peak_flops(dtype, asked.group(1).lower() if asked else "default"))
+            seconds += count / (reached * chip.peak_flops(dtype, precision))
     return flops, convolved, seconds
 
 

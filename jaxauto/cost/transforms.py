@@ -69,5 +69,5 @@ def more_seconds(node: Node, chip: Any) -> float:
 
 def beyond_traffic(graph: Graph, buffers: Buffers, chip: Any) -> dict[int, float]:
     """Node id → seconds that one run of it, whole, takes beyond the traffic of its kernels; of those that do."""
-    transforms = {node.id: seconds for node in walk(graph) if not node.bodies and (seconds := seconds_of_transform(node, chip))}
+    transforms = {node.id: seconds for node in walk(graph) if (seconds := seconds_of_transform(node, chip))}
     return {**unhidden(graph, buffers, chip), **transforms}

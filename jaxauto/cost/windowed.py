@@ -105,8 +105,7 @@ def windowed(
         pairs = (~partial[rows][:, None] | (target == d)[None]).all(-1)
         (cut,) = has
         needed = [~(batch & (k == cut)) for k in range(2)]  # of a batch it is made as its pieces are copied out
-        written = sum(n * m for n, m in zip(needed, made, strict=True))
-        held = written
+        held = written = sum(n * m for n, m in zip(needed, made, strict=True))
         if op.rule.kind is Kind.CONV:
             cut_out = _filled(values[result.value].shape[d], count) * sizes[cut]
             loop = _loop_of_convolution(sizes[cut], cut_out, sizes[1 - cut], added, flops, sent, count, chip)

@@ -78,17 +78,18 @@ def ring(
     inside = {x.operand: x for x in model.inside(op)}
     whole_ones = {k: moved[k] for k in inside if not (batch and k == cut[0])}
     written = [k for k in whole_ones if moved[k] > SMALL * chip.vmem_bytes]
-    first, made_before = traffic_seconds(sum(WRITTEN * moved[k] for k in written), chip), sum(moved[k] for k in written)
+    beside = sum(moved[k] for k in written)
+    first = traffic_seconds(WRITTEN * beside, chip)
     part, whole = moved[cut[0]], moved[1 - cut[0]]
     if op.rule.kind is Kind.CONV:
         features = model.values[result.value].shape[d]
         more = count * math.ceil(features / count / LANES) / math.ceil(features / LANES)
         longer = max(least, traffic_seconds(more * part + count / PIECES * whole + added, chip)) + traffic_seconds((1 + more) * part, chip)
-        return max(longer - apart, 0.0) + first, made_before + AT_ONCE / count * more * part, whole_ones
+        return max(longer - apart, 0.0) + first, beside + AT_ONCE / count * more * part, whole_ones
     if batch:
         longer = max(least, traffic_seconds(part + count / PIECES * whole + added, chip))
         longer += traffic_seconds(ADDED_UP_IN_BATCH * added + COPIED * part, chip)
-        return max(longer - apart, 0.0) + first, made_before, whole_ones
+        return max(longer - apart, 0.0) + first, beside, whole_ones
     turned, copied = cut[0], False
     own = [(found & made) - shared for found in of]
     if all(own):
@@ -101,7 +102,6 @@ def ring(
             lanes = model.values[result.value].shape[last] / split % LANES == 0
             turned = int((result.dims[last][1] in own[1]) != lanes)
     longer = _loop(moved, turned, cut[0], added, least, count, chip, copied=copied)
-    beside = made_before
     if copied and moved[turned] > SMALL * chip.vmem_bytes and (turned not in written or inside[turned].shared or inside[turned].placed):
         beside += moved[turned]
         if turned in written and inside[turned].placed and not (inside[turned].near and moved[turned] <= capacity(chip)):

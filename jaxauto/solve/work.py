@@ -61,28 +61,26 @@ def add_launches(model: Model) -> None:
 
 def add_unhidden(model: Model) -> None:
     """What random bits and transforms take beyond the bytes of their kernels, each device of its part of them."""
-    for number, (seconds, _) in unhidden_seconds(model).items():
+    for number, seconds in unhidden_seconds(model).items():
         group, dims = model.groups.place[number]
         v = model.var("group", group)
         model.problem.add_unary("compute", v, seconds / shards(project(model.states[v], dims), model.mesh.sizes))
 
 
-def unhidden_seconds(model: Model) -> dict[int, tuple[float, str]]:
-    """Value as written → (seconds of a step that it takes beyond the bytes of its kernels, on one device; primitive that makes it)."""
+def unhidden_seconds(model: Model) -> dict[int, float]:
+    """Value as written → seconds of a step that it takes beyond the bytes of its kernels, on one device."""
     return model.cached(("unhidden", model.variant), lambda: _unhidden(model.variant, model.chip))
 
 
-def _unhidden(variant: Variant, chip: Any) -> dict[int, tuple[float, str]]:
-    graph, total, prims = variant.rewritten.graph, defaultdict(float), {}
+def _unhidden(variant: Variant, chip: Any) -> dict[int, float]:
+    graph, total = variant.rewritten.graph, defaultdict(float)
     found = beyond_traffic(graph, variant.buffers, chip)
     runs = multiplicity(graph) if found else {}
     for node in walk(graph) if found else ():
         if node.id in found:
             (number,) = node.outputs
-            number = variant.rewritten.origin.get(number, number)
-            total[number] += found[node.id] * runs[node.id]
-            prims[number] = node.prim
-    return {number: (seconds, prims[number]) for number, seconds in total.items()}
+            total[variant.rewritten.origin.get(number, number)] += found[node.id] * runs[node.id]
+    return dict(total)
 
 
 def launches(variant: Variant) -> int:

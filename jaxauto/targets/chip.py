@@ -6,7 +6,7 @@ figures are half of the chip's. GB is 1e9 bytes, GiB is 2**30; peaks are dense (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -181,6 +181,7 @@ class Chip:
 
 
 _FP8 = ("float8_e4m3fn", "bfloat16", "float32")
+_PRECISIONS = ("default", "high", "highest")
 _VECTOR = "vector"
 _ALGORITHMS = {
     "bf16_bf16_f32": ("bfloat16", 1),
@@ -218,3 +219,10 @@ def _dtype_name(dtype: Any) -> str:
         return np.dtype(dtype).name
     except TypeError:  # extended dtypes such as keys
         return str(dtype)
+
+
+def most_exact(asked: Iterable[str]) -> str:
+    """Of what is asked for each operand of a product, what holds for it: as ``Chip.peak_flops`` knows it, in any case."""
+    names = [name.lower() for name in asked]
+    algorithms = [name for name in names if name not in _PRECISIONS]
+    return algorithms[0] if algorithms else max(names, key=_PRECISIONS.index, default="default")

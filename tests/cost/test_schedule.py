@@ -176,6 +176,7 @@ def test_a_matmul_runs_at_the_rate_of_its_dtype(dtype, slower):
         ("", "default"),
         (", operand_precision={high,high}", "high"),
         (", operand_precision={highest,highest}", "highest"),
+        (", operand_precision={default,highest}", "highest"),
         (", algorithm=dot_bf16_bf16_f32_x3", "bf16_bf16_f32_x3"),
         (', backend_config={"precision_config":{"operand_precision":["HIGHEST","HIGHEST"]}}', "highest"),
     ],

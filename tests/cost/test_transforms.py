@@ -117,7 +117,7 @@ def test_devices_share_them_and_the_independent_check_agrees():
     found = [plan._bound().solved.best for plan in (make("v5e:1x1", 1), make("v5e:2x4", 8))]
     assert [check(best) for best in found] == [[], []]
     of_one, of_eight = (
-        sum(seconds / float(shards(best.model.position(best.x, n)[None], best.model.mesh.sizes)[0]) for n, (seconds, _) in more.items())
+        sum(seconds / float(shards(best.model.position(best.x, n)[None], best.model.mesh.sizes)[0]) for n, seconds in more.items())
         for best, more in ((best, unhidden_seconds(best.model)) for best in found)
     )
     assert of_eight == pytest.approx(of_one / 8) and of_one > 0
