@@ -57,7 +57,6 @@ class _Builder:
         self.value_ids, self.node_ids = itertools.count(), itertools.count()
         self.alike = Alike(set())  # the equations of the graph being built
         self.spared: set[int] = set()  # values that a comparison does without
-        self.shared: set[int] = set()  # made by what stands instead of another equation
 
     def value(self, aval) -> int:
         number = next(self.value_ids)
@@ -86,8 +85,7 @@ class _Builder:
         nodes = [node for node in nodes if dead.isdisjoint(node.outputs)]
         return Graph(tuple(inputs), outputs, nodes, self.values, captured)
 
-    def inline(self, jaxpr, env, stack: str, nodes: list[Node], captured: dict, *, shared: bool = False) -> None:
-        """``shared``: what these make of an array and a constant is made once, with what else makes the same, as compilers do."""
+    def inline(self, jaxpr, env, stack: str, nodes: list[Node], captured: dict) -> None:
         exchanged = swaps(jaxpr)
         skipped = {id(eqn) for eqn in exchanged.values()}
         for eqn in jaxpr.eqns:
@@ -101,12 +99,8 @@ class _Builder:
             if (call := compat.inlined(eqn)) is None:
                 if (written := undilated(eqn)) is not None or (written := compat.lowered(eqn)) is not None:
                     self.instead(written, [_read(env, v) for v in eqn.invars], eqn.outvars[0], env, inner_stack, nodes, captured)
-                elif (made := self.made(eqn, env, shared=shared)) is not None:
-                    env[eqn.outvars[0]] = made
                 elif not self.comparison(eqn, env, inner_stack, nodes, captured):
                     nodes += self.node(eqn, env, inner_stack)
-                    if shared:
-                        self.shared.update(x for v in eqn.outvars if isinstance(x := env.get(v), int))
                 continue
             body, consts = compat.open_jaxpr(call)
             operands = [_read(env, v) for v in eqn.invars]
@@ -135,18 +129,8 @@ class _Builder:
         """The equations of another jaxpr in place of those that make ``result``."""
         jaxpr, _ = compat.open_jaxpr(written)
         inner: dict[Any, int | Literal] = dict(zip(jaxpr.invars, operands, strict=True))
-        self.inline(jaxpr, inner, stack, nodes, captured, shared=True)
+        self.inline(jaxpr, inner, stack, nodes, captured)
         env[result] = _read(inner, jaxpr.outvars[0])
-
-    def made(self, eqn, env, *, shared: bool) -> int | None:
-        """What makes the same of a constant and an array, if something does and it or this equation is shared."""
-        if len(eqn.invars) != 2 or not isinstance(eqn.invars[0], compat.JaxLiteral):
-            return None
-        constant, x = (_read(env, v) for v in eqn.invars)
-        users = self.values[x].users if isinstance(x, int) else ()
-        alike = (node for node in users if node.prim == eqn.primitive.name and node.inputs[1:] == (x,))
-        same = (node.outputs[0] for node in alike if isinstance(other := node.inputs[0], Literal) and other.value == constant.value)
-        return next((out for out in same if shared or out in self.shared), None)
 
     def barrier(self, eqn, operands: list, stack: str, nodes: list[Node]) -> list:
         """A user's checkpoint region recomputes behind a barrier, as jax.checkpoint lowers it."""
